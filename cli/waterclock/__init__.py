@@ -1,0 +1,1 @@
+"""The waterclock command: starts the mesh, sends requests, audits and reports."""

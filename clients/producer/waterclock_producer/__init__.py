@@ -1,0 +1,1 @@
+"""Producer: submits requests, streams answers and keeps receipts."""

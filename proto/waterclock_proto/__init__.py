@@ -1,0 +1,1 @@
+"""Events, codec, subjects and contract: all that Waterclock's services share."""

@@ -1,0 +1,1 @@
+"""Bus loop, lifecycle, clock, limits, errors, logs and metrics: knows no service."""

@@ -1,0 +1,1 @@
+"""Admission: NATS and HTTP ingress, identity, budgets and receipts."""

@@ -1,0 +1,1 @@
+"""Ledger: the record of every event, and the verdicts drawn from it."""

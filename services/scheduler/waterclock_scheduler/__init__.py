@@ -1,0 +1,1 @@
+"""Scheduler: prediction, order, pools and the degradation ladder."""
