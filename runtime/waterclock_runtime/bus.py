@@ -36,10 +36,10 @@ class BusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     user: str | None = None
     password: str | None = None
     connect_wait_s: float = limits.CONNECT_WAIT_S
-    events_bytes_max: int = 64 * 1024**3
+    events_bytes_max: int = 8 * 1024**3
     """The tape refuses events beyond it (``discard: new``)."""
-    requests_bytes_max: int = 16 * 1024**3
-    answers_bytes_max: int = 4 * 1024**3
+    requests_bytes_max: int = 4 * 1024**3
+    answers_bytes_max: int = 1024**3
     events_age_s_max: int = EVENTS.max_age_s
     replicas: int = 1
     writer_window: int = limits.WRITER_WINDOW
