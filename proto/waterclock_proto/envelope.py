@@ -12,10 +12,10 @@ encodes an event a second time.
 
 import hashlib
 import hmac
-from typing import Generic, Literal, TypeVar, cast
+from typing import Annotated, Generic, Literal, TypeVar, cast
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from waterclock_proto.events import EVENT_BYTES_MAX, EVENT_TYPE_BY_NAME, EventData
 from waterclock_proto.names import Count, Counter, Label, OptionalName
@@ -33,17 +33,19 @@ class Envelope(Struct, Generic[DataT], frozen=True, kw_only=True, omit_defaults=
     """One event as it stands on the tape."""
 
     specversion: Literal["1.0"]
-    id: Label
+    id: str
+    """``<writer>/<counter>``."""
     source: Label
     """``/waterclock/<service>``."""
-    type: Label
+    type: str
     """``waterclock.<event>.v1``."""
     tenant: OptionalName = ""
+    """The event's own tenant, said once more where CloudEvents tools look."""
     writer: Label
     counter: Counter
-    previous: msgspec.UnsetType | str = msgspec.UNSET
+    previous: msgspec.UnsetType | Annotated[str, Meta(min_length=64, max_length=64)] = msgspec.UNSET
     """SHA-256 (hex) of the writer's previous payload; 64 zeros for its first event."""
-    nonce: Label
+    nonce: Annotated[str, Meta(min_length=32, max_length=32)]
     """HMAC-SHA-256 (first 128 bits, hex) under the writer's key of what the event is about:
     a leaf hash reveals nothing to whoever guesses the rest."""
     fence: Count = 0
@@ -74,8 +76,12 @@ class Chain:
     def seal(self, data: EventData) -> tuple[str, bytes]:
         """The subject and exact payload of the chain's next event.
 
+        What no reader would accept is refused here, before it can stand on the tape for good;
+        the chain is then as it was.
+
         Raises:
-            EventRefused: the event is larger than the tape takes, or the counter is used up.
+            EventRefused: the event is larger than the tape takes, a value is out of its range,
+                or the counter is used up.
         """
         if self.counter > COUNTER_MAX:
             raise EventRefused(f"writer {self.writer} has used its {COUNTER_MAX + 1} counters")
@@ -99,21 +105,26 @@ class Chain:
             incarnation=self.incarnation,
             data=data,
         )
-        payload = _ENCODER.encode(envelope)
+        try:
+            payload = _ENCODER.encode(envelope)
+        except UnicodeEncodeError as error:
+            raise EventRefused(f"event {kind} holds what is not Unicode text: {error}") from error
         if len(payload) > EVENT_BYTES_MAX:
             raise EventRefused(
                 f"event {kind} of {len(payload)} bytes, at most {EVENT_BYTES_MAX} allowed"
             )
+        subject = event_subject(data)
+        decode_event(subject, payload)
         self.counter += 1
         self.head = hashlib.sha256(payload).hexdigest()
-        return event_subject(data), payload
+        return subject, payload
 
 
 _ENCODER = msgspec.json.Encoder()
 _DECODERS: dict[str, msgspec.json.Decoder[Envelope[EventData]]] = {
     name: cast(
         "msgspec.json.Decoder[Envelope[EventData]]",
-        msgspec.json.Decoder(Envelope[kind]),  # pyright: ignore[reportInvalidTypeArguments] - a class chosen at run time
+        msgspec.json.Decoder(Envelope[kind]),  # pyright: ignore[reportInvalidTypeForm] - a class chosen at run time
     )
     for name, kind in EVENT_TYPE_BY_NAME.items()
 }
@@ -123,7 +134,8 @@ def decode_event(subject: str, payload: bytes) -> Envelope[EventData]:
     """The event that stands under ``subject``.
 
     Raises:
-        EventRefused: unknown type, wrong shape, or subject and payload disagree.
+        EventRefused: unknown type, wrong shape, or the subject, the attributes and the data
+            disagree.
     """
     if not subject.startswith(EVENT_PREFIX):
         raise EventRefused(f"subject {subject!r} does not start with {EVENT_PREFIX!r}")
@@ -133,10 +145,20 @@ def decode_event(subject: str, payload: bytes) -> Envelope[EventData]:
         raise EventRefused(f"event type {kind!r} is not one of {sorted(_DECODERS)}")
     try:
         envelope = decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise EventRefused(f"payload of {subject}: {error}") from error
     if envelope.type != f"{TYPE_PREFIX}{kind}{TYPE_SUFFIX}":
         raise EventRefused(f"subject {subject} carries an event of type {envelope.type!r}")
+    if envelope.id != f"{envelope.writer}/{envelope.counter}":
+        raise EventRefused(
+            f"event of {subject} has id {envelope.id!r}, expected"
+            f" {f'{envelope.writer}/{envelope.counter}'!r}"
+        )
+    tenant = cast(str, getattr(envelope.data, "tenant", ""))
+    if envelope.tenant != tenant:
+        raise EventRefused(
+            f"event of {subject} has tenant {envelope.tenant!r}, and {tenant!r} in its data"
+        )
     if event_subject(envelope.data) != subject:
         raise EventRefused(
             f"subject {subject} carries an event that belongs on {event_subject(envelope.data)}"

@@ -15,6 +15,7 @@ from waterclock_proto.names import (
     Count,
     Counter,
     Detail,
+    DurationUs,
     FailReason,
     FinishReason,
     Hex,
@@ -56,7 +57,7 @@ class RequestEventData(EventData, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Admitted(RequestEventData, frozen=True, kw_only=True, omit_defaults=True):
-    """A request was let in. Published by admission; read by scheduler and ledger."""
+    """A request was let in. Published by admission; read by scheduler, ledger."""
 
     TYPE: ClassVar[str] = "admitted"
 
@@ -86,7 +87,9 @@ class Admitted(RequestEventData, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Rejected(EventData, frozen=True, kw_only=True, omit_defaults=True):
-    """A submission was refused. Published by admission or scheduler; read by ledger and edge.
+    """A submission was refused.
+
+    Published by admission, scheduler; read by admission, ledger.
 
     A flood of malformed submissions is folded into one event a tenant and second: it then
     stands for ``count`` submissions, numbered ``number`` to ``number + count - 1``.
@@ -113,7 +116,10 @@ class Rejected(EventData, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Resubmitted(RequestEventData, frozen=True, kw_only=True, omit_defaults=True):
-    """A known request came again; nothing runs twice. Published by admission; read by ledger and edge."""
+    """A known request came again; nothing runs twice.
+
+    Published by admission; read by admission, ledger.
+    """
 
     TYPE: ClassVar[str] = "resubmitted"
 
@@ -127,7 +133,10 @@ class Resubmitted(RequestEventData, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class CancelRequested(RequestEventData, frozen=True, kw_only=True, omit_defaults=True):
-    """Somebody who may do so wants the request to stop. Published by admission; read by scheduler, worker, ledger."""
+    """Somebody who may do so wants the request to stop.
+
+    Published by admission; read by scheduler, worker, ledger.
+    """
 
     TYPE: ClassVar[str] = "cancel_requested"
 
@@ -158,7 +167,7 @@ class Enqueued(RequestEventData, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Dispatched(RequestEventData, frozen=True, kw_only=True, omit_defaults=True):
-    """A free slot was given to the request. Published by scheduler; read by worker and ledger."""
+    """A free slot was given to the request. Published by scheduler; read by worker, ledger."""
 
     TYPE: ClassVar[str] = "dispatched"
     SCOPE: ClassVar[Scope] = "worker"
@@ -256,7 +265,10 @@ class Completed(TerminalData, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Failed(TerminalData, frozen=True, kw_only=True, omit_defaults=True):
-    """The work could not be done. Published by worker or scheduler; read by scheduler, admission, ledger."""
+    """The work could not be done.
+
+    Published by worker, scheduler; read by scheduler, admission, ledger.
+    """
 
     TYPE: ClassVar[str] = "failed"
     OUTCOME: ClassVar[Outcome] = "failed"
@@ -266,7 +278,10 @@ class Failed(TerminalData, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Cancelled(TerminalData, frozen=True, kw_only=True, omit_defaults=True):
-    """It was stopped because somebody asked. Published by worker or scheduler; read by scheduler, admission, ledger."""
+    """It was stopped because somebody asked.
+
+    Published by worker, scheduler; read by scheduler, admission, ledger.
+    """
 
     TYPE: ClassVar[str] = "cancelled"
     OUTCOME: ClassVar[Outcome] = "cancelled"
@@ -275,7 +290,10 @@ class Cancelled(TerminalData, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Expired(TerminalData, frozen=True, kw_only=True, omit_defaults=True):
-    """Its deadline passed first. Published by worker or scheduler; read by scheduler, admission, ledger."""
+    """Its deadline passed first.
+
+    Published by worker, scheduler; read by scheduler, admission, ledger.
+    """
 
     TYPE: ClassVar[str] = "expired"
     OUTCOME: ClassVar[Outcome] = "expired"
@@ -284,7 +302,10 @@ class Expired(TerminalData, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AttemptLost(RequestEventData, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's lease ran out with this attempt on it. Published by scheduler; read by worker and ledger."""
+    """A worker's lease ran out with this attempt on it.
+
+    Published by scheduler; read by worker, ledger.
+    """
 
     TYPE: ClassVar[str] = "attempt_lost"
     SCOPE: ClassVar[Scope] = "worker"
@@ -297,7 +318,10 @@ class AttemptLost(RequestEventData, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class RungChanged(EventData, frozen=True, kw_only=True, omit_defaults=True):
-    """The ladder of load shedding moved. Published by scheduler; read by admission, worker, ledger."""
+    """The ladder of load shedding moved.
+
+    Published by scheduler; read by admission, worker, ledger.
+    """
 
     TYPE: ClassVar[str] = "rung_changed"
     SCOPE: ClassVar[Scope] = "pool"
@@ -317,7 +341,10 @@ class RungChanged(EventData, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PoolDegraded(EventData, frozen=True, kw_only=True, omit_defaults=True):
-    """A pool sends its new requests to another one, or takes them back. Published by scheduler; read by admission, worker, ledger."""
+    """A pool sends its new requests to another one, or takes them back.
+
+    Published by scheduler; read by admission, worker, ledger.
+    """
 
     TYPE: ClassVar[str] = "pool_degraded"
     SCOPE: ClassVar[Scope] = "pool"
@@ -330,7 +357,9 @@ class PoolDegraded(EventData, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SchedulerElected(EventData, frozen=True, kw_only=True, omit_defaults=True):
-    """From here on this writer's scheduler events count, and none of a lower fence. Published by scheduler; read by all.
+    """From here on this writer's scheduler events count, and none of a lower fence.
+
+    Published by scheduler; read by every service.
 
     The first of a fence on the tape wins; the fence stands in the envelope.
     """
@@ -341,7 +370,10 @@ class SchedulerElected(EventData, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class AdmissionElected(EventData, frozen=True, kw_only=True, omit_defaults=True):
-    """The same for the writer that numbers submissions. Published by admission; read by all."""
+    """The same for the writer that numbers submissions.
+
+    Published by admission; read by every service.
+    """
 
     TYPE: ClassVar[str] = "admission_elected"
 
@@ -361,7 +393,10 @@ class Delivered(RequestEventData, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class ContractActivated(EventData, frozen=True, kw_only=True, omit_defaults=True):
-    """A version of a tenant's contract holds from a moment on. Published by admission; read by ledger."""
+    """A version of a tenant's contract holds from a moment on.
+
+    Published by admission; read by ledger.
+    """
 
     TYPE: ClassVar[str] = "contract_activated"
 
@@ -385,8 +420,8 @@ class ClockReported(EventData, frozen=True, kw_only=True, omit_defaults=True):
     service: Source
     boot: Boot
     samples: Count
-    offset_us_min: int | None = None
-    offset_us_max: int | None = None
+    offset_us_min: DurationUs | None = None
+    offset_us_max: DurationUs | None = None
     reported: Stamp
 
 
@@ -422,7 +457,10 @@ class WindowClosed(EventData, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LogOpened(EventData, frozen=True, kw_only=True, omit_defaults=True):
-    """A new incarnation of the tape begins. Published by whoever made the stream, or by the ledger; read by all."""
+    """A new incarnation of the tape begins.
+
+    Published by every service (whichever made the stream, or the ledger); read by every service.
+    """
 
     TYPE: ClassVar[str] = "log_opened"
 

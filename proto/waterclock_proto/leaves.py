@@ -18,6 +18,8 @@ import struct
 
 from msgspec import Struct
 
+from waterclock_proto.names import I64_MAX
+
 LEAF_BYTES_MAX = 65_535
 KIND_EVENT = 1
 KIND_HOLE = 2
@@ -43,21 +45,21 @@ def encode_leaf(leaf: Leaf) -> bytes:
     """The canonical bytes; what is hashed later.
 
     Raises:
-        LeafRefused: longer than ``LEAF_BYTES_MAX``, or a hole with contents.
+        LeafRefused: longer than ``LEAF_BYTES_MAX``, a hole with contents, a sequence or stamp
+            that no stream has, or a subject that is not Unicode text.
     """
-    subject = leaf.subject.encode()
+    try:
+        subject = leaf.subject.encode()
+    except UnicodeEncodeError as error:
+        raise LeafRefused(f"subject at {leaf.sequence} is not Unicode text: {error}") from error
+    _check_numbers(leaf.sequence, leaf.stored_ns)
     if leaf.hole and (subject or leaf.payload or leaf.stored_ns):
         raise LeafRefused(f"a hole at {leaf.sequence} must be empty")
-    encoded = (
-        _HEAD.pack(
-            KIND_HOLE if leaf.hole else KIND_EVENT, leaf.sequence, leaf.stored_ns, len(subject)
-        )
-        + subject
-        + leaf.payload
-    )
-    if len(encoded) > LEAF_BYTES_MAX:
-        raise LeafRefused(f"leaf of {len(encoded)} bytes, at most {LEAF_BYTES_MAX} allowed")
-    return encoded
+    # Before packing: the head's length field has no room for a longer subject.
+    _check_size(_HEAD.size + len(subject) + len(leaf.payload))
+    kind = KIND_HOLE if leaf.hole else KIND_EVENT
+    head = _HEAD.pack(kind, leaf.sequence, leaf.stored_ns, len(subject))
+    return head + subject + leaf.payload
 
 
 def decode_leaf(encoded: bytes) -> Leaf:
@@ -68,10 +70,12 @@ def decode_leaf(encoded: bytes) -> Leaf:
     """
     if len(encoded) < _HEAD.size:
         raise LeafRefused(f"leaf of {len(encoded)} bytes, at least {_HEAD.size} expected")
+    _check_size(len(encoded))
     kind, sequence, stored_ns, subject_bytes = _HEAD.unpack_from(encoded)
     body = encoded[_HEAD.size :]
     if kind not in (KIND_EVENT, KIND_HOLE):
         raise LeafRefused(f"leaf of kind {kind}, expected {KIND_EVENT} or {KIND_HOLE}")
+    _check_numbers(sequence, stored_ns)
     if len(body) < subject_bytes:
         raise LeafRefused(f"leaf names a subject of {subject_bytes} bytes, {len(body)} are there")
     if kind == KIND_HOLE and (body or stored_ns):
@@ -87,3 +91,15 @@ def decode_leaf(encoded: bytes) -> Leaf:
         payload=body[subject_bytes:],
         hole=kind == KIND_HOLE,
     )
+
+
+def _check_size(size: int) -> None:
+    if size > LEAF_BYTES_MAX:
+        raise LeafRefused(f"leaf of {size} bytes, at most {LEAF_BYTES_MAX} allowed")
+
+
+def _check_numbers(sequence: int, stored_ns: int) -> None:
+    if not 1 <= sequence <= I64_MAX:
+        raise LeafRefused(f"leaf at sequence {sequence}, expected 1 to {I64_MAX}")
+    if not 0 <= stored_ns <= I64_MAX:
+        raise LeafRefused(f"leaf at {sequence} stored at {stored_ns} ns, expected 0 to {I64_MAX}")

@@ -1,22 +1,26 @@
 """Identifiers and ranges that every message shares.
 
 Each named type carries its range, so that a value is checked where it is decoded and
-nowhere else has to ask.
+nowhere else has to ask. Patterns end in ``\\Z``, because ``$`` would let a line feed through;
+the schemas say ``$``, which in ECMA-262 is the end and nothing else.
 """
 
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-NAME_PATTERN = "^[A-Za-z0-9_-]{1,64}$"
-"""What a tenant, request id, pool or worker may be called: one token of a NATS subject."""
+NAME_PATTERN = r"^([A-Za-z0-9-][A-Za-z0-9_-]{0,63}|_[A-Za-z0-9_-]{1,63})\Z"
+"""What a tenant, request id, pool or worker may be called: one token of a NATS subject, 1 to 64
+letters, digits, ``_`` and ``-``. A lone ``_`` is no name: in a subject it stands for nobody."""
 
 I64_MAX = 2**63 - 1
 
 Tenant = Annotated[str, Meta(pattern=NAME_PATTERN)]
 RequestId = Annotated[str, Meta(pattern=NAME_PATTERN)]
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
-OptionalName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{0,64}$")]
+OptionalName = Annotated[
+    str, Meta(pattern=r"^([A-Za-z0-9-][A-Za-z0-9_-]{0,63}|_[A-Za-z0-9_-]{1,63})?\Z")
+]
 Label = Annotated[str, Meta(min_length=1, max_length=200)]
 """Free text that people wrote as a name: a model, a tier, a version."""
 Detail = Annotated[str, Meta(max_length=512)]
@@ -38,8 +42,8 @@ Attempt = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Counter = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A writer's events count from 0. CloudEvents integers are 32 bits wide (section 3.1), so a
 writer that reaches the end takes a new name and starts again."""
-Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-Hex = Annotated[str, Meta(pattern="^[0-9a-f]*$", max_length=256)]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Hex = Annotated[str, Meta(pattern=r"^[0-9a-f]*\Z", max_length=256)]
 
 Language = Literal["zh", "en", "other", "und"]
 """``und``: undetermined, as in BCP 47."""

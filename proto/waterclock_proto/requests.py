@@ -34,8 +34,13 @@ from waterclock_proto.stamps import Stamp
 
 OUTPUT_TOKENS_CEILING = 1_000_000
 
+Decimal = Annotated[str, Meta(pattern=r"^[0-9]{1,3}(\.[0-9]{1,6})?\Z")]
+"""A number as people write it, such as ``0.7``."""
+
 
 class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
 
@@ -43,8 +48,8 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Passed to the engine as it is. Decimal numbers are strings here, so that no float crosses."""
 
-    temperature: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,6})?$")] | None = None
-    top_p: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,6})?$")] | None = None
+    temperature: Decimal | None = None
+    top_p: Decimal | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: tuple[Annotated[str, Meta(max_length=256)], ...] = ()
 
@@ -115,13 +120,18 @@ class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="ki
 
 
 class Restarted(Struct, frozen=True, kw_only=True, tag_field="kind", tag="restarted"):
-    """An earlier attempt was lost after it had sent text: forget its deltas. On the answer subject."""
+    """An earlier attempt was lost after it had sent text: forget its deltas.
+
+    On ``wc.answer.<tenant>.<id>``.
+    """
 
     id: RequestId
     attempt: Attempt
 
 
 class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Measured by the engine, not estimated."""
+
     prompt_tokens: TokenCount = 0
     completion_tokens: TokenCount = 0
     cached_tokens: TokenCount = 0
@@ -166,7 +176,9 @@ AnswerMessage: TypeAlias = Delta | Restarted | Final
 ANSWER_DECODER: msgspec.json.Decoder[AnswerMessage] = msgspec.json.Decoder(AnswerMessage)
 
 
-class DeliveredClaim(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class DeliveredClaim(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """What a producer says about itself on ``wc.delivered.<tenant>``, at most 512 bytes."""
 
     id: RequestId
@@ -215,7 +227,9 @@ def body_commitment(salt: bytes, body: bytes) -> str:
 def session_fingerprint(mesh_key: bytes, tenant: str, session: str) -> str:
     """A tenant-salted, shortened hash of a session name (128 bits, hex)."""
     salt = hmac.digest(mesh_key, f"session|{tenant}".encode(), "sha256")
-    return hashlib.blake2s(session.encode(errors="surrogatepass"), key=salt, digest_size=16).hexdigest()
+    return hashlib.blake2s(
+        session.encode(errors="surrogatepass"), key=salt, digest_size=16
+    ).hexdigest()
 
 
 def prompt_text(submission: Submission) -> str:
@@ -226,7 +240,7 @@ def prompt_text(submission: Submission) -> str:
 
 
 def estimate_prompt_tokens(text: str) -> int:
-    """A cheap estimate: a token for each CJK character or other non-ASCII letter, and for four ASCII ones.
+    """A cheap estimate: a token for every non-ASCII character, and for four ASCII ones.
 
     For budgets and ordering only. Measured token counts come from the engine.
     """

@@ -7,6 +7,7 @@ always. Nothing is clamped: a segment that comes out negative is kept and flagge
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Final
 
 from msgspec import Struct
@@ -66,27 +67,27 @@ def measure(points: Iterable[tuple[str, Stamp | None]]) -> Measured:
     """The segments between the known points, which come in the order of ``POINTS``.
 
     Raises:
-        ValueError: no known point, or a name that is not one of ``POINTS``.
+        ValueError: no known point, or names that are not those of ``POINTS`` in their order.
     """
+    points = tuple(points)
+    places = [_PLACES.get(name, -1) for name, _ in points]
+    if -1 in places or any(a >= b for a, b in pairwise(places)):
+        found = [name for name, _ in points]
+        raise ValueError(f"expected points of {list(_PLACES)} in this order, found {found}")
     axis = Axis()
     known = [(name, axis.place_us(stamp)) for name, stamp in points if stamp is not None]
     if not known:
         raise ValueError("expected at least one stamped point, found none")
     segments: dict[str, int] = {}
     flags: list[str] = []
-    execution_us: int | None = None
-    for (name, at_us), (_, next_us) in zip(known, known[1:], strict=False):
-        segment = _SEGMENT_FROM.get(name)
-        if segment is None:
-            raise ValueError(f"point {name!r} is not one of {sorted(_SEGMENT_FROM)}")
-        segments[segment] = segments.get(segment, 0) + next_us - at_us
+    for (name, at_us), (_, next_us) in pairwise(known):
+        segment = _SEGMENT_FROM[name]
+        segments[segment] = next_us - at_us
         if next_us < at_us:
             flags.append(f"negative:{segment}")
-        if name == "scheduled":
-            execution_us = at_us
     return Measured(
         start_us=known[0][1],
-        execution_us=execution_us,
+        execution_us=dict(known).get("scheduled"),
         end_us=known[-1][1],
         segments=segments,
         flags=tuple(flags),
@@ -127,3 +128,4 @@ def measure_request(
 
 
 _SEGMENT_FROM: Final[dict[str, str]] = dict(POINTS)
+_PLACES: Final[dict[str, int]] = {point: place for place, (point, _) in enumerate(POINTS)}

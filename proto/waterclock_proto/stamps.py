@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from waterclock_proto.names import Count, MonotonicNs, UnixUs
 
 Source = Literal["bus", "edge", "admission", "scheduler", "worker", "engine", "ledger", "producer"]
-Boot = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+Boot = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """The first 16 hex digits of the kernel's boot id. Processes on one boot share one clock."""
 
 
@@ -51,7 +51,7 @@ class Axis:
                 self.place_us(stamp)
 
     def place_us(self, stamp: Stamp) -> int:
-        """Where the stamp stands, in microseconds; makes it the anchor if it is its boot's first."""
+        """Where the stamp stands, in microseconds; its boot's first becomes the anchor."""
         if stamp.boot is None or stamp.mono_ns is None:
             return stamp.wall_us
         wall_us, mono_ns = self._anchors.setdefault(stamp.boot, (stamp.wall_us, stamp.mono_ns))
