@@ -40,15 +40,14 @@ def prompt_tokens_of(prompt: str) -> int:
 
     That is 4 letters of English and 1.3 Chinese characters. Never less than 1.
     """
-    size = len(prompt) if prompt.isascii() else len(prompt.encode())
+    size = len(prompt) if prompt.isascii() else len(_bytes(prompt))
     return max(1, (size + 3) // 4)
 
 
 def answer_seed(prompt: str, model: str, seed: int) -> int:
     """64 bits that fix length and words of the answer."""
-    return int.from_bytes(
-        blake2b(f"{seed}\0{model}\0{prompt}".encode(), digest_size=8).digest(), "big"
-    )
+    named = _bytes(f"{seed}\0{model}\0{prompt}")
+    return int.from_bytes(blake2b(named, digest_size=8).digest(), "big")
 
 
 def output_tokens_of(answer_seed: int, *, median: int, tokens_max: int) -> tuple[int, bool]:
@@ -61,15 +60,17 @@ def output_tokens_of(answer_seed: int, *, median: int, tokens_max: int) -> tuple
     return (tokens, True) if tokens <= tokens_max else (tokens_max, False)
 
 
-def prefix_keys(prompt: str, *, salt: str, model: str, blocks: int, block_tokens: int) -> tuple[int, ...]:
+def prefix_keys(
+    prompt: str, *, salt: str, model: str, blocks: int, block_tokens: int
+) -> tuple[int, ...]:
     """Keys of the prompt's full KV blocks, at most ``blocks`` of them, each chained to the last.
 
     A block is the next ``4 * block_tokens`` bytes, as :func:`prompt_tokens_of` counts. Prompts
     share the first keys exactly as far as they, salt and model are the same.
     """
     width = 4 * block_tokens
-    data = prompt.encode()
-    digest = blake2b(f"{model}\0{salt}".encode(), digest_size=8).digest()
+    data = _bytes(prompt)
+    digest = blake2b(_bytes(f"{model}\0{salt}"), digest_size=8).digest()
     keys: list[int] = []
     for start in range(0, min(len(data) // width, blocks) * width, width):
         digest = blake2b(digest + data[start : start + width], digest_size=8).digest()
@@ -85,6 +86,11 @@ def answer_text(script: Script, answer_seed: int, *, at: int, tokens: int) -> st
     table = HAN if script == "han" else LATIN
     text = "".join([table[i & 15][(offset + i * stride) & 255] for i in range(at, at + tokens)])
     return text[1:] if at == 0 and tokens and script == "latin" else text
+
+
+def _bytes(text: str) -> bytes:
+    # JSON can carry half a surrogate pair, and no prompt may break the engine.
+    return text.encode("utf-8", "surrogatepass")
 
 
 _WORDS = re.findall(
