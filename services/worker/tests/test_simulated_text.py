@@ -93,8 +93,13 @@ def test_a_token_is_a_word_or_a_character(seed: int, tokens: int) -> None:
 
 def test_answers_are_the_same_in_every_process() -> None:
     seed = answer_seed("What time is it?", "m", 0)
-    assert seed == 0x5DC2_0C5D_0C5D_0C5D
-    assert answer_text("latin", seed, at=0, tokens=5) == ""
+    assert seed == 0x3E3FB57475B0BCBA
+    assert answer_text("latin", seed, at=0, tokens=9) == (
+        "Speak mother fire who set live even warm, read"
+    )
+    assert answer_text("han", seed, at=0, tokens=9) == "党日方九情合同，没"
+    keys = prefix_keys("w" * 64, salt="s", model="m", blocks=2, block_tokens=4)
+    assert keys == (10049096387492783231, 1542695690835589230)
 
 
 @given(st.text(), st.text(), st.integers(0, 9))

@@ -298,7 +298,7 @@ class SimulatedEngine:
             if plan.duration_ns == 0:
                 due_ns = now_ns
             self._due_ns = due_ns + plan.duration_ns
-            self._timer = clock.call_in(self._due_ns - now_ns, self._tick)
+            self._timer = clock.call_in(max(self._due_ns - now_ns, 0), self._tick)
             if plan.started:
                 outputs += plan.started
         self._deliver(outputs)
