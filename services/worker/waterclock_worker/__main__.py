@@ -1,7 +1,10 @@
-"""Wiring: ``python -m waterclock_worker``."""
+"""Wiring: ``python -m waterclock_worker NAME`` serves ``[workers.NAME]``."""
 
-import os
+import re
+import sys
+from functools import partial
 
+from waterclock_proto.names import NAME_PATTERN
 from waterclock_runtime.config import SettingsLoader
 from waterclock_runtime.service import ServiceContext, run_service
 from waterclock_worker.config import WorkerSettings
@@ -21,25 +24,33 @@ def build_engine(settings: WorkerSettings) -> Engine:
     )
 
 
-def check(loader: SettingsLoader) -> None:
+def check(name: str, loader: SettingsLoader) -> None:
     """Note the mistakes that only this service can see."""
-    settings = loader.section("worker", WorkerSettings)
-    if settings is not None and settings.profile not in PROFILES:
+    workers = loader.section("workers", dict[str, WorkerSettings])
+    if workers is None:
+        return
+    if name not in workers:
+        loader.mistake(f"[workers.{name}]: missing; known workers: {sorted(workers)}")
+        return
+    if workers[name].profile not in PROFILES:
         loader.mistake(
-            f"[worker] profile: expected one of {sorted(PROFILES)}, found {settings.profile!r}"
+            f"[workers.{name}] profile: expected one of {sorted(PROFILES)},"
+            f" found {workers[name].profile!r}"
         )
 
 
-async def serve(context: ServiceContext) -> None:
+async def serve(name: str, context: ServiceContext) -> None:
     """Run one worker."""
-    settings = context.settings("worker", WorkerSettings)
-    await WorkerService(context, settings, build_engine(settings)).run()
+    settings = context.settings("workers", dict[str, WorkerSettings])[name]
+    await WorkerService(context, settings, build_engine(settings), name=name).run()
 
 
 def main() -> None:
     """The process."""
-    name = os.environ.get("WATERCLOCK_WORKER__NAME", "worker")
-    run_service("worker", serve, instance=name, check=check)
+    if len(sys.argv) != 2 or re.match(NAME_PATTERN, sys.argv[1]) is None:
+        sys.exit("usage: python -m waterclock_worker NAME, as in [workers.NAME]")
+    name = sys.argv[1]
+    run_service("worker", partial(serve, name), instance=name, check=partial(check, name))
 
 
 if __name__ == "__main__":

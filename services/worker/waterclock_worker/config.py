@@ -1,4 +1,4 @@
-"""``[worker]``: who this worker is, what it runs on, and how much at once."""
+"""``[workers.<name>]``: what a worker runs on, and how much at once."""
 
 from typing import Literal
 
@@ -10,8 +10,6 @@ from waterclock_proto.names import Label, Name
 class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One worker process serves one pool with one engine."""
 
-    name: Name = "worker"
-    """Who it is over all its lives; unique in the mesh."""
     pool: Name
     models: tuple[Label, ...] = ()
     """Names to serve; empty means the profile's own."""

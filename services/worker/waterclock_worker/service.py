@@ -65,11 +65,15 @@ class EngineDied(WaterclockError):
 class WorkerService:
     """One worker's life. ``run`` returns when the context is stopping and the work is done."""
 
-    def __init__(self, context: ServiceContext, settings: WorkerSettings, engine: Engine) -> None:
+    def __init__(
+        self, context: ServiceContext, settings: WorkerSettings, engine: Engine, *, name: str
+    ) -> None:
         self._ctx = context
         self._settings = settings
         self._engine = engine
-        self.life = f"{settings.name[:57]}-{secrets.token_hex(3)}"
+        self.name = name
+        """Who it is over all its lives; unique in the mesh."""
+        self.life = f"{name[:57]}-{secrets.token_hex(3)}"
         self._attempts: dict[Key, Attempt] = {}
         self._ended: dict[Key, tuple[Attempt, Terminal, int]] = {}
         """Terminal events on their way to the tape: the answer follows when they come back."""
@@ -477,7 +481,7 @@ class WorkerService:
         settings = self._settings
         beat = Beat(
             worker=self.life,
-            name=settings.name,
+            name=self.name,
             pool=settings.pool,
             models=settings.models or self._engine.capabilities.models,
             slots=min(settings.slots, self._engine.capabilities.in_flight_max),
