@@ -172,6 +172,7 @@ class EmbeddedMesh:
         self._lock: IO[str] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self.restarts: list[str] = []
+        self._bus_bytes = 0
 
     async def __aenter__(self) -> "EmbeddedMesh":
         await self.start()
@@ -379,7 +380,9 @@ class EmbeddedMesh:
     def _write_bus_config(self) -> None:
         folder = self.data_dir / "nats"
         folder.mkdir(exist_ok=True)
+        # Set once, so that all services ask for the same: most of what the disk has free.
         free_bytes = shutil.disk_usage(folder).free
+        self._bus_bytes = self.options.bus_bytes_max or max(free_bytes * 8 // 10, 512 * 1024**2)
         text = server_config(
             {
                 name: TenantSecret(password=self.access.tenants[name].password)
@@ -389,7 +392,7 @@ class EmbeddedMesh:
             store_dir=str(folder / "store"),
             port=self.ports.bus,
             sync_interval=self.options.sync_interval,
-            max_file_store_bytes=self.options.bus_bytes_max or free_bytes * 9 // 10,
+            max_file_store_bytes=self._bus_bytes,
         )
         _write_private(folder / "nats.conf", text.encode())
 
@@ -421,8 +424,7 @@ class EmbeddedMesh:
         ]
 
     def _environ(self, service: str) -> dict[str, str]:
-        free_bytes = self.options.bus_bytes_max or shutil.disk_usage(self.data_dir).free * 8 // 10
-        share = max(free_bytes // 8, 64 * 1024**2)
+        share = self._bus_bytes // 8
         return {
             **os.environ,
             "PYTHONUNBUFFERED": "1",

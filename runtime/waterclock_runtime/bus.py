@@ -338,14 +338,22 @@ class Bus:
         made_events = False
         for spec in STREAMS:
             wanted = self._stream_config(spec)
-            made = await self.api(f"STREAM.CREATE.{spec.name}", wanted)
-            code = made.get("error", {}).get("err_code")
-            if code is None:
-                made_events = made_events or (spec is EVENTS and made.get("did_create", True))
-                continue
-            if code != 10058:  # the name is in use with another configuration
-                raise StreamMismatch(f"stream {spec.name}: {made['error'].get('description')}")
-            self._verify(spec.name, wanted, await self.api(f"STREAM.INFO.{spec.name}", {}))
+            # Looked at first: sizes may have been changed since, and a create that differs from
+            # what exists is refused, for its name or for its size.
+            info = await self.api(f"STREAM.INFO.{spec.name}", {})
+            if info.get("error", {}).get("err_code") == _STREAM_NOT_FOUND:
+                made = await self.api(f"STREAM.CREATE.{spec.name}", wanted)
+                code = made.get("error", {}).get("err_code")
+                if code is None:
+                    made_events = made_events or spec is EVENTS
+                    continue
+                if code != _STREAM_NAME_IN_USE:
+                    raise StreamMismatch(f"stream {spec.name}: {made['error'].get('description')}")
+                # Somebody else made it in between.
+                info = await self.api(f"STREAM.INFO.{spec.name}", {})
+            if "error" in info:
+                raise StreamMismatch(f"stream {spec.name}: {info['error'].get('description')}")
+            self._verify(spec.name, wanted, info)
         return made_events
 
     async def close(self) -> None:
@@ -516,4 +524,6 @@ def _drive(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the bus client waited where it never did before; its version changed")
 
 
+_STREAM_NOT_FOUND = 10059
+_STREAM_NAME_IN_USE = 10058
 _PUBACK = msgspec.json.Decoder(PubAck)
