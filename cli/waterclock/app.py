@@ -41,7 +41,7 @@ def up(
     ] = "200ms",
 ) -> None:
     """Start the whole mesh on this machine; Ctrl-C stops it, and the next start goes on."""
-    from waterclock.up import run_up  # noqa: PLC0415 - commands load what they need
+    from waterclock.up import run_up
 
     options = MeshOptions(
         data_dir=data,
@@ -63,7 +63,7 @@ def key(tenant: Tenant, /, *, data: Data = DATA_DIR) -> None:
 @app.command
 def doctor(*, data: Data = DATA_DIR, config: Path | None = None) -> None:
     """Say what is in order on this machine and in the mesh, and what to do about the rest."""
-    from waterclock.doctor import examine, show  # noqa: PLC0415 - commands load what they need
+    from waterclock.doctor import examine, show
 
     if not show(examine(data, config), console):
         sys.exit(1)

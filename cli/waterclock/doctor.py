@@ -15,11 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from waterclock_admission.config import check as check_admission
 from waterclock_ledger.config import check as check_ledger
-from waterclock_runtime.bus import BusSettings
-from waterclock_runtime.config import SettingsLoader
-from waterclock_runtime.service import ServiceSettings
-from waterclock_scheduler.config import check as check_scheduler
-from waterclock_worker.config import WorkerSettings
 
 from waterclock.mesh import (
     EmbeddedMesh,
@@ -28,6 +23,11 @@ from waterclock.mesh import (
     find_nats_server,
     find_valkey_server,
 )
+from waterclock_runtime.bus import BusSettings
+from waterclock_runtime.config import SettingsLoader
+from waterclock_runtime.service import ServiceSettings
+from waterclock_scheduler.config import check as check_scheduler
+from waterclock_worker.config import WorkerSettings
 
 DISK_FREE_BYTES_MIN = 1024**3
 NATS_VERSION_MIN = (2, 12)
@@ -110,7 +110,7 @@ def _disk(data_dir: Path) -> Finding:
 
 
 def _files() -> Finding:
-    import resource  # noqa: PLC0415 - not on every platform
+    import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     ok = soft >= FILES_MIN

@@ -285,8 +285,8 @@ class EmbeddedMesh:
         ports = self.data_dir / "ports.json"
         if not (access.exists() and ports.exists() and self.config_file.exists()):
             raise MeshError(
-                f"no mesh in {self.data_dir}: start one with `waterclock up --data {self.data_dir}`,"
-                " or name its folder with --data"
+                f"no mesh in {self.data_dir}: start one with `waterclock up`, or name its folder"
+                " with --data"
             )
         self.access = msgspec.json.decode(access.read_bytes(), type=Access)
         self.ports = msgspec.json.decode(ports.read_bytes(), type=Ports)

@@ -39,7 +39,7 @@ class HandClock:
         """Let ``ns`` pass; timers fire on the way."""
         end_ns = self._now_ns + ns
         while self._timers and self._timers[0][0] <= end_ns:
-            self._fire()
+            self.fire()
         self._now_ns = end_ns
 
     def block(self, ns: int) -> None:
@@ -51,10 +51,11 @@ class HandClock:
         for _ in range(timers_max):
             if not self._timers:
                 return
-            self._fire()
+            self.fire()
         raise AssertionError(f"timers are still set after {timers_max} have fired")
 
-    def _fire(self) -> None:
+    def fire(self) -> None:
+        """Let the next timer fire, and time pass until then."""
         due_ns, _, timer = heapq.heappop(self._timers)
         self._now_ns = max(self._now_ns, due_ns)
         if timer.callback is not None:

@@ -116,6 +116,7 @@ def test_a_job_that_arrives_during_a_step_is_queued_at_its_end() -> None:
     mesh.clock.run()
     stamps = mesh.last("b").stamps
     assert stamps.queued_ns == stamps.scheduled_ns == START + 10 * MS
+    assert stamps.last_token_ns == START + 40 * MS
 
 
 def test_timers_that_fire_late_do_not_slow_a_run_of_steps_and_stamps_tell_the_truth() -> None:
@@ -207,12 +208,13 @@ def test_a_chinese_prompt_gets_a_chinese_answer() -> None:
 
 def test_length_is_drawn_by_prompt_and_seed_unless_it_is_fixed() -> None:
     mesh = Mesh()
-    for number in range(50):
-        change = {"seed": number} if number % 2 else {"prompt": f"Question {number}"}
+    changes = [{"seed": n} for n in range(25)] + [{"prompt": f"Question {n}"} for n in range(25)]
+    for number, change in enumerate(changes):
         mesh.submit(str(number), ignore_eos=False, output_tokens_max=60, **change)
     mesh.clock.run()
     tokens = [sum(output.tokens for output in outputs) for outputs in mesh.got.values()]
-    assert len(set(tokens)) > 15
+    assert len(set(tokens[:25])) > 10
+    assert len(set(tokens[25:])) > 10
     for name, count in zip(mesh.got, tokens, strict=True):
         assert 1 <= count <= 60
         if mesh.last(name).finish == "stop":
@@ -378,13 +380,13 @@ def test_a_sink_that_raises_takes_nothing_from_the_others() -> None:
 def test_fewer_run_at_once_after_the_cap_is_lowered() -> None:
     mesh = Mesh(replace(TEN_MS, sequences_max=4))
     mesh.engine.set_in_flight_max(1)
-    for name in "abc":
+    for name in "abcdef":
         mesh.submit(name)
     mesh.clock.advance(5 * MS)
-    assert (health(mesh).running, health(mesh).waiting, health(mesh).in_flight) == (1, 2, 3)
+    assert (health(mesh).running, health(mesh).waiting, health(mesh).in_flight) == (1, 5, 6)
     mesh.engine.set_in_flight_max(99)
     mesh.clock.advance(10 * MS)
-    assert (health(mesh).running, health(mesh).waiting) == (3, 0)
+    assert (health(mesh).running, health(mesh).waiting) == (4, 2)
     mesh.clock.run()
 
 
@@ -466,7 +468,44 @@ def test_stopping_ends_every_job_at_once_and_may_be_repeated() -> None:
         await_now(mesh.engine.start())
 
 
+def test_steps_without_duration_are_never_late() -> None:
+    mesh = Mesh(replace(PROFILES["instant"], model="m"))
+    mesh.submit("a", output_tokens_max=9)
+    for _ in range(9):
+        mesh.clock.block(DEBT_NS_MAX // 2)
+        mesh.clock.fire()
+    assert mesh.got["a"]
+    assert mesh.engine.lag_ns == DEBT_NS_MAX // 2
+    assert mesh.engine.steps_late == 0
+
+
 # --- the stream
+
+
+def test_closing_a_stream_frees_the_engine_at_the_end_of_the_step() -> None:
+    async def close(how: str) -> None:
+        mesh = Mesh()
+        stream = mesh.engine.generate(job("a", output_tokens_max=200))
+        reader = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        mesh.clock.advance(15 * MS)
+        await reader
+        if how == "closed":
+            await stream.aclose()
+        else:
+            reader = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+        mesh.clock.advance(5 * MS)
+        assert health(mesh).in_flight == 0
+        assert health(mesh).kv_used_permille == 0
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    asyncio.run(close("closed"))
+    asyncio.run(close("cancelled"))
 
 
 def test_outputs_that_wait_for_the_reader_are_merged() -> None:

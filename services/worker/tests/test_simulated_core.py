@@ -345,6 +345,20 @@ def test_speculation_makes_the_same_tokens_in_fewer_steps() -> None:
     assert len(steps(on=True, accept=500)) in range(8, 18)
 
 
+def test_drafts_take_nobody_s_memory() -> None:
+    state = SimState(profile(context=32, blocks=8, drafts=3, accept=1000))
+    for name in "ab":
+        submit(state, job(name, prompt=16, output=9), 0)
+    now_ns, _ = run(state, 0)
+    assert state.kv.free == 0
+    # Neither can grow: the older one preempts for its own token, and not for the drafts.
+    plan = begun(state, now_ns)
+    assert [(sequence.job.job_id, count) for sequence, count in plan.scheduled] == [("a", 1)]
+    assert list(state.waiting) == ["b"]
+    finish_step(state, plan, now_ns + 1000)
+    assert [count for _, count in begun(state, now_ns + 1000).scheduled] == [3 + 1]
+
+
 # --- aborts
 
 

@@ -61,6 +61,7 @@ def test_lengths_have_the_median_asked_for_and_a_long_tail() -> None:
     assert 185 < lengths[2000] < 215
     assert 2.2 < lengths[3360] / lengths[2000] < 3.2  # one sigma: e
     assert lengths[0] >= 1
+    assert len(set(lengths)) > 500  # more than the table's 64
 
 
 @given(seeds, st.integers(1, 500), st.integers(1, 2000))
