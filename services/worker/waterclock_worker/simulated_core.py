@@ -10,8 +10,8 @@ The model is vLLM's V1 scheduler, as far as it decides when a job waits and when
 * Between two steps the loop takes in what has arrived (the *queued* stamp), applies aborts, and
   gives out tokens, in that order.
 * A decoding job that finds no KV block takes those of the job admitted last, which loses all it
-  has computed and goes back to the head of the queue; nothing is admitted in such a step. The
-  oldest job is therefore never held up, and every job ends.
+  has computed and goes back to the head of the queue. The oldest job is therefore never held up,
+  and every job ends. Drafts take free memory only.
 * Full blocks of prompts stay in memory under their keys after use, least recently used out
   first, and are shared by jobs with the same keys. The last prompt token is always computed.
 
@@ -269,7 +269,6 @@ def step(state: SimState, now_ns: int) -> StepPlan | None:
     decodes = 0
     prefill_tokens = 0
     kv_read = 0
-    preempted = False
 
     place = 0
     while place < len(running) and budget > 0:
@@ -280,19 +279,20 @@ def step(state: SimState, now_ns: int) -> StepPlan | None:
             count = min(todo, budget)
             prefill_tokens += count
         else:
-            drafts = min(drafts_max, job.output_tokens - sequence.made - 1, budget - 1)
-            count = 1 + drafts
-            grow = -((sequence.computed + count) // -block) - sequence.shared - sequence.private
+            count = 1 + min(drafts_max, job.output_tokens - sequence.made - 1, budget - 1)
+            held = sequence.shared + sequence.private
+            grow = -((sequence.computed + count) // -block) - held
+            if grow > kv.free:
+                count = 1
+                grow = -((sequence.computed + 1) // -block) - held
+            while grow > kv.free and len(running) > place + 1:
+                _preempt(state, running.pop())
+            if grow > kv.free:
+                # It was admitted last itself. An older job takes what it gives back.
+                assert place > 0
+                _preempt(state, running.pop())
+                break
             if grow > 0:
-                while grow > kv.free and len(running) > place + 1:
-                    _preempt(state, running.pop())
-                    preempted = True
-                if grow > kv.free:
-                    # It was admitted last itself. An older job takes what it gives back.
-                    assert place > 0
-                    _preempt(state, running.pop())
-                    preempted = True
-                    break
                 kv.take(grow)
                 sequence.private += grow
             decodes += 1
@@ -303,7 +303,7 @@ def step(state: SimState, now_ns: int) -> StepPlan | None:
 
     started: list[SimOutput] = []
     cap = state.in_flight_max
-    while waiting and not preempted and budget > 0 and len(running) < cap:
+    while waiting and budget > 0 and len(running) < cap:
         job_id, sequence = next(iter(waiting.items()))
         job = sequence.job
         known = job.prompt_tokens + sequence.made
@@ -436,7 +436,6 @@ def _end(state: SimState, sequence: _Sequence, finish: Finish) -> SimOutput:
 
 def _preempt(state: SimState, sequence: _Sequence) -> None:
     _release(state.kv, sequence)
-    sequence.computed = 0
     sequence.preemptions += 1
     job_id = sequence.job.job_id
     state.waiting[job_id] = sequence
