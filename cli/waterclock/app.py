@@ -69,6 +69,43 @@ def doctor(*, data: Data = DATA_DIR, config: Path | None = None) -> None:
         sys.exit(1)
 
 
+@app.command
+def replay(
+    *,
+    data: Data = DATA_DIR,
+    clock: Annotated[
+        Literal["queue", "exec"], Parameter(help="Which clock the first table is about.")
+    ] = "queue",
+    tenant: Annotated[str | None, Parameter(help="This tenant alone.")] = None,
+    since: Annotated[
+        str | None,
+        Parameter(help="Leave out what arrived before: UTC such as 2026-01-31T08:00, or Unix µs."),
+    ] = None,
+    request: Annotated[str | None, Parameter(help="One life, as TENANT/ID.")] = None,
+    json: Annotated[bool, Parameter(help="The same as JSON.", negative="")] = False,
+    check: Annotated[
+        bool, Parameter(help="Verify the record instead; exit status 1 if it does not hold.")
+    ] = False,
+) -> None:
+    """Read the ledger's files and say what they show. Nothing has to run, nothing is written."""
+    from waterclock.replay import run_replay
+
+    with _told():
+        sys.exit(
+            run_replay(
+                data,
+                clock=clock,
+                tenant=tenant,
+                since=since,
+                request=request,
+                as_json=json,
+                verify=check,
+                out=sys.stdout,
+                width=console.width,
+            )
+        )
+
+
 def open_mesh(data: Path) -> EmbeddedMesh:
     """A mesh that somebody else started, for its addresses and secrets.
 
@@ -94,6 +131,3 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
     with _told(), contextlib.suppress(KeyboardInterrupt):
         return asyncio.run(work)
     return None
-
-
-Clock = Literal["queue", "exec"]
