@@ -4,10 +4,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TextIO
 
+from waterclock.mesh import MeshError
 from waterclock_ledger import check as checking
 from waterclock_ledger import files, report, timeline
-
-from waterclock.mesh import MeshError
 
 
 def run_replay(
@@ -83,9 +82,7 @@ def parse_since_us(text: str) -> int:
 
 def _verify(folder: Path, out: TextIO) -> int:
     found = checking.check(folder)
-    for violation in found.violations:
-        out.write(f"violation: {violation}\n")
-    for name in found.open:
-        out.write(f"open: {name} has not ended\n")
+    out.writelines(f"violation: {violation}\n" for violation in found.violations)
+    out.writelines(f"open: {name} has not ended\n" for name in found.open)
     out.write(f"{len(found.violations)} violations, {len(found.open)} open requests\n")
     return 1 if found.violations else 0
