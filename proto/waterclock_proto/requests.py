@@ -82,14 +82,20 @@ class Submission(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     """Ask again for the outcome of ``id``; nothing else may be given, and nothing runs."""
 
 
-class Receipt(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Receipt(
+    Struct,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    tag_field="kind",
+    tag="receipt_unsigned",
+):
     """What became of a submission, on ``wc.receipt.<tenant>.<id>``. Unsigned in this version.
 
     ``event`` is the exact payload that stands on the tape at ``sequence``; with ``salt`` the
     producer can prove which body it submitted: commitment = HMAC-SHA-256(salt, body).
     """
 
-    kind: Literal["receipt_unsigned"] = "receipt_unsigned"
     tenant: Tenant
     id: OptionalName
     outcome: Literal["admitted", "rejected", "resubmitted"]
