@@ -592,9 +592,9 @@ class Producer:
             return
         handle = sending.handle
         self._is_sent(handle)
-        self.counts.stored += 1
         if handle.stored_sequence is None:
             handle.stored_sequence = ack.seq
+            self.counts.stored += 1
             handle.times.stored_us = self.clock.wall_us()
             handle.times.stored_ns = self.clock.mono_ns()
             handle.wake()
@@ -630,6 +630,7 @@ class Producer:
         if handle.stored_sequence is None:
             # The acknowledgement is late or lost, but only what was stored gets a receipt.
             handle.stored_sequence = receipt.requests_sequence
+            self.counts.stored += 1
             self._is_sent(handle)
         handle.take_receipt(receipt)
         if handle.ended:
