@@ -59,6 +59,10 @@ class LogDamaged(WaterclockError):
         self.offset = offset
 
 
+class LogUnwritable(WaterclockError):
+    """The disk refused. Nothing is known about the newest file until it is opened again."""
+
+
 class LogLocked(WaterclockError):
     """Another process appends to this record."""
 
@@ -205,7 +209,7 @@ def read_head(folder: Path) -> LogHead:
 class LogWriter:
     """The one process that appends. Opening it takes the lock and cuts what was torn.
 
-    After an ``OSError`` from ``append`` or ``sync`` nothing is known about the newest file:
+    After ``LogUnwritable`` from ``append`` or ``sync`` nothing is known about the newest file:
     the writer refuses all further work, and opening it again finds out.
 
     Raises:
@@ -311,7 +315,7 @@ class LogWriter:
 
         Raises:
             ValueError: a leaf's sequence is not the next one; nothing was written.
-            OSError: the disk refused; the writer is of no more use.
+            LogUnwritable: the disk refused; the writer is of no more use.
         """
         self._check_usable()
         expected = self.next_sequence
@@ -354,6 +358,9 @@ class LogWriter:
         """Make durable what was appended; whether there was anything.
 
         May run in another thread while nothing is appended.
+
+        Raises:
+            LogUnwritable: the disk refused; the writer is of no more use.
         """
         if self.synced_size == self.size or self._fd < 0:
             return False
@@ -367,13 +374,14 @@ class LogWriter:
             # The mark is not synced itself. If a power cut takes it back, it says less than is
             # true, never more.
         except OSError as error:
-            self._failed = f"sync of {self._folder.name}: {error.strerror}"
-            raise
+            raise self._fail("sync", error) from error
         self.synced_size = size
         return True
 
     def leaf(self, sequence: int) -> Leaf | None:
         """What the record says of a sequence of the present tape, before any later rollback."""
+        # Without the mark a reader would stop at an event that cannot be read.
+        self.sync()
         for head in reversed(self.heads):
             if sequence >= head.first_sequence:
                 return self._leaf_of(head, sequence)
@@ -415,9 +423,14 @@ class LogWriter:
 
     def _check_usable(self) -> None:
         if self._failed:
-            raise LogDamaged(
-                self._folder, self._file_bytes, expected="a usable record", found=self._failed
-            )
+            raise LogUnwritable(self._failed)
+
+    def _fail(self, what: str, error: OSError) -> LogUnwritable:
+        self._failed = (
+            f"{what} of {self._folder / f'leaves-{self._file_index:012d}.bin'} at byte"
+            f" {self._file_bytes}: {error.strerror}. Make room or mend the disk, and start again"
+        )
+        return LogUnwritable(self._failed)
 
     def _remove_unfinished(self) -> None:
         for folder in self._root.glob(".*.new"):
@@ -470,8 +483,7 @@ class LogWriter:
                 view = view[written:]
         except OSError as error:
             # A part of it may be in the file. The next start cuts it at the last whole leaf.
-            self._failed = f"write to {self._folder.name}: {error.strerror}"
-            raise
+            raise self._fail("append", error) from error
         self._file_bytes += len(content)
 
     def _close_files(self) -> None:

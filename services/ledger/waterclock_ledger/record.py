@@ -6,7 +6,10 @@ events are counted as abandoned and not folded, because the mesh, which reads th
 not know them; their writers' chains are checked nevertheless, because they were written.
 """
 
+import contextlib
+import gc
 import hashlib
+from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
@@ -72,6 +75,11 @@ def read_record(data_dir: Path, *, settle_after: int | None = SETTLE_SEQUENCES) 
             f"{data_dir / 'log'}: expected the folder of at least one incarnation, found none."
             " Name the ledger's own data folder"
         )
+    with _no_cycle_collection():
+        return _read(data_dir, heads, settle_after)
+
+
+def _read(data_dir: Path, heads: list[LogHead], settle_after: int | None) -> Record:
     first = heads[0].first_sequence
     hasher = hashlib.sha256()
     record = Record(
@@ -105,6 +113,18 @@ def read_record(data_dir: Path, *, settle_after: int | None = SETTLE_SEQUENCES) 
     record.sha256 = hasher.hexdigest()
     record.events_by_type = dict(sorted(record.events_by_type.items()))
     return record
+
+
+@contextlib.contextmanager
+def _no_cycle_collection() -> Generator[None]:
+    """What is read has no cycles; looking for some takes a fifth of the time of a long record."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _note_hole(record: Record, sequence: int) -> None:
