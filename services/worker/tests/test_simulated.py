@@ -419,6 +419,7 @@ def test_a_frozen_engine_takes_jobs_and_becomes_stalled() -> None:
     assert health(mesh).status == "ok"
     mesh.clock.advance(STALL_NS)
     assert (health(mesh).status, health(mesh).in_flight) == ("stalled", 2)
+    assert "2 jobs are live" in health(mesh).detail
     assert health(mesh).progress_ns == START + 10 * MS
     mesh.engine.thaw()
     mesh.clock.run()

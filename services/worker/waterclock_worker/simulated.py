@@ -123,7 +123,7 @@ class SimulatedEngine:
         self._due_ns = 0
         self._timer: Timer | None = None
         self._frozen = False
-        self._status: Literal["starting", "ok", "dead", "stopped"] = "starting"
+        self._status: Literal["starting", "ok", "stalled", "dead", "stopped"] = "starting"
         self._detail = ""
         self._progress_ns: int | None = None
         self.lag_ns = 0
@@ -237,15 +237,20 @@ class SimulatedEngine:
 
     async def health(self) -> EngineHealth:
         state = self._state
-        stalled = self._live and self._clock.now_ns() - self._due_ns > STALL_NS
+        status = self._status
+        detail = self._detail
+        late_ns = self._clock.now_ns() - self._due_ns if self._live else 0
+        if status == "ok" and late_ns > STALL_NS:
+            detail = f"{len(self._live)} jobs are live, and a step is {late_ns // 10**6} ms late"
+            status = "stalled"
         return EngineHealth(
-            status="stalled" if self._status == "ok" and stalled else self._status,
+            status=status,
             in_flight=len(self._live) + len(self._posted),
             running=len(state.running),
             waiting=len(state.waiting) + len(state.arrived),
             kv_used_permille=1000 * state.kv.used // state.kv.blocks,
             progress_ns=self._progress_ns,
-            detail=self._detail,
+            detail=detail,
         )
 
     def freeze(self) -> None:
