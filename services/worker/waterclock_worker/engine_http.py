@@ -55,8 +55,10 @@ BODY_BYTES_MAX = 8 << 20
 """More than any prompt that fits a context of a million tokens."""
 OUTPUT_TOKENS_DEFAULT = 512
 """Where the request names no maximum: what the mesh's admission takes by default."""
-DRAIN_S = 10
-"""Then their jobs are aborted, as when their clients disconnect."""
+DRAIN_S = 5
+"""From SIGTERM: how long answers may go on; what is left then ends with ``abort``."""
+ABORT_S = 5
+"""How long answers may then take to end; several of an engine's longest steps."""
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -517,7 +519,7 @@ async def _send_events(send: Send, events: bytes, *, more: bool) -> None:
 
 
 async def serve(engine: Engine, listening: socket.socket, *, metrics: bool = False) -> None:
-    """Serve until SIGTERM or SIGINT; answers begun by then get ``DRAIN_S`` to end."""
+    """Serve until SIGTERM or SIGINT, and let what has begun by then end."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -533,15 +535,22 @@ async def serve(engine: Engine, listening: socket.socket, *, metrics: bool = Fal
             http="httptools",
             lifespan="off",
             access_log=False,
+            proxy_headers=False,
             log_level="warning",
-            timeout_graceful_shutdown=DRAIN_S,
+            timeout_graceful_shutdown=DRAIN_S + ABORT_S,
         )
     )
 
+    loop = asyncio.get_running_loop()
+    stops: list[asyncio.Future[None]] = []
+
+    def stop() -> None:
+        stops.append(asyncio.ensure_future(engine.stop()))
+
     def end() -> None:
         server.should_exit = True
+        loop.call_later(DRAIN_S, stop)
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     host, port = listening.getsockname()[:2]
@@ -558,6 +567,8 @@ def load_engine(given: argparse.Namespace) -> Engine:
     """The engine that the command line names."""
     if given.engine is not None:
         module, _, name = given.engine.partition(":")
+        if not name:
+            sys.exit(f"--engine: MODULE:FACTORY expected, {given.engine!r} found")
         return getattr(importlib.import_module(module), name)()
     return SimulatedEngine(
         PROFILES[given.profile],
