@@ -67,6 +67,20 @@ class Rung(Struct, frozen=True, kw_only=True):
     """Its new requests go there instead; empty when they stay."""
 
 
+class Ask(Struct, frozen=True, kw_only=True):
+    """One submission's question to its tenant's budgets."""
+
+    tenant: str
+    member: str
+    """Who asks: the same submission is charged once, however often it asks."""
+    tokens: int
+    expires_us: int
+    """When it stops counting as open, if nobody says so before."""
+    repeats: int = -1
+    """The place in the same batch of an earlier ask for the same request; then the later one is
+    only charged if that one was not granted. -1: none."""
+
+
 BudgetOutcome = Literal[
     "granted", "requests_per_minute", "tokens_per_minute", "concurrency", "repeated"
 ]

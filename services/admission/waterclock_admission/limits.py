@@ -58,7 +58,11 @@ BUDGET_WAIT_MS = 50
 BREAKER_FAILURES = 2
 BREAKER_PROBE_S = 1.0
 RECONCILE_S = 60.0
+"""What is open is written to Redis anew this often: whatever was lost there is there again."""
+RECONCILE_CHUNK = 1_000
 RELEASE_FLUSH_S = 0.1
+OPEN_GRACE_S = 60
+"""A submission counts as open so long after its deadline, unless its end is read before."""
 CONCURRENCY_RETRY_MS = 1_000
 """Nobody knows when one of the tenant's own requests will end."""
 LOAD_RETRY_MS = 1_000
