@@ -22,13 +22,14 @@ UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --constraints constra
 PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt \
                --build-constraint constraints.txt $(INSTALL)
 
-.PHONY: help env demo up test faults check format bench pins clean
+.PHONY: help env demo up test faults containers check format bench pins clean
 
 help:
 	@echo 'make demo    a mesh on this machine, real requests through it, and what it proves'
 	@echo 'make up      a mesh on this machine, until interrupted'
 	@echo 'make test    all tests but the fault and the slow ones'
 	@echo 'make faults  the tests that break something while the mesh runs'
+	@echo 'make containers  builds compose.yaml and tests it; needs Docker'
 	@echo 'make check   lint, format, types, imports, house rules'
 	@echo 'make bench   the benchmarks'
 	@echo 'make format  rewrites the code as `make check` wants it'
@@ -59,6 +60,15 @@ test: env
 
 faults: env
 	$(BIN)/python -m pytest tests/faults
+
+# Where no Docker daemon answers, one is started from the stand-ins beside the repository if they are
+# there, and keeps running; otherwise this fails and says what is missing (CI=true lets no test skip).
+STAND_INS := ../shared/docker-standins/build.sh
+containers: env
+	@docker info >/dev/null 2>&1 || test ! -f $(STAND_INS) || \
+	  { echo 'make containers: no Docker daemon answers, so $(STAND_INS) starts one, with stand-ins'; \
+	    bash $(STAND_INS) python:3.11-slim-bookworm nats:2.15-alpine valkey/valkey:9; }
+	CI=true $(BIN)/python -m pytest -m slow tests/containers
 
 check: env
 	$(BIN)/ruff check
