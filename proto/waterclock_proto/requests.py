@@ -238,6 +238,11 @@ def session_fingerprint(mesh_key: bytes, tenant: str, session: str) -> str:
     ).hexdigest()
 
 
+def cache_salt(mesh_key: bytes, tenant: str) -> str:
+    """What an engine's prefix cache is salted with: shared within a tenant, never across."""
+    return hmac.digest(mesh_key, f"cache|{tenant}".encode(), "sha256").hex()
+
+
 def prompt_text(submission: Submission) -> str:
     """What the model reads, for counting and for language detection."""
     if submission.prompt is not None:

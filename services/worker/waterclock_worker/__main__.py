@@ -32,6 +32,11 @@ def check(name: str, loader: SettingsLoader) -> None:
     if name not in workers:
         loader.mistake(f"[workers.{name}]: missing; known workers: {sorted(workers)}")
         return
+    if len(workers[name].models) > 1:
+        loader.mistake(
+            f"[workers.{name}] models: the simulated engine serves one,"
+            f" found {list(workers[name].models)}"
+        )
     if workers[name].profile not in PROFILES:
         loader.mistake(
             f"[workers.{name}] profile: expected one of {sorted(PROFILES)},"

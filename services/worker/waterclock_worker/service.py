@@ -31,6 +31,7 @@ from waterclock_proto.requests import (
     Submission,
     body_commitment,
     body_salt,
+    cache_salt,
     estimate_prompt_tokens,
     prompt_text,
 )
@@ -300,7 +301,7 @@ class WorkerService:
             self._end(attempt, core.ending(attempt, "abort", "", ended=now, worker=self.life))
             return
         try:
-            submission, salt = self._open(attempt, body)
+            submission = self._open(attempt, body)
         except CannotRun as refused:
             self._end(
                 attempt,
@@ -310,7 +311,7 @@ class WorkerService:
         job = core.make_job(
             attempt,
             submission,
-            salt=salt,
+            salt=cache_salt(self._ctx.mesh_key, attempt.dispatched.tenant),
             tokens_estimate=estimate_prompt_tokens(prompt_text(submission)),
         )
         writer.emit(core.started(attempt, clock.stamp("worker"), self.life))
@@ -326,7 +327,7 @@ class WorkerService:
         self._streams.add(task)
         task.add_done_callback(self._streams.discard)
 
-    def _open(self, attempt: Attempt, body: bytes | None) -> tuple[Submission, str]:
+    def _open(self, attempt: Attempt, body: bytes | None) -> Submission:
         """The submission in the body, which must be the one that was admitted."""
         d = attempt.dispatched
         if body is None:
@@ -340,7 +341,7 @@ class WorkerService:
                 f"the body at sequence {d.requests_sequence} is not the one that was admitted",
             )
         try:
-            return self._submission.decode(body), salt.hex()
+            return self._submission.decode(body)
         except msgspec.MsgspecError as error:
             # Admission read it before; only another version of the format can bring this here.
             raise CannotRun(
