@@ -1,5 +1,6 @@
 """Settings: ``[scheduler]``, ``[pools.<name>]`` and ``[ladder]`` of the mesh's configuration."""
 
+import re
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
@@ -7,7 +8,6 @@ from msgspec import Meta, Struct, field
 from waterclock_proto.names import NAME_PATTERN, Label, Language
 from waterclock_scheduler.limits import BACKLOG_CEILING, LEASE_MS_MIN
 
-PoolName = Annotated[str, Meta(pattern=NAME_PATTERN)]
 PolicyName = Literal["fcfs", "sjf", "edf"]
 Positive = Annotated[int, Meta(ge=1, le=10**9)]
 NotNegative = Annotated[int, Meta(ge=0, le=10**9)]
@@ -127,7 +127,11 @@ class Settings(Struct, frozen=True, kw_only=True):
 
 def mistakes_of(pools: dict[str, PoolSettings]) -> list[str]:
     """What is wrong with the pools together; empty if nothing is."""
-    found: list[str] = []
+    found = [
+        f"[pools.{name!r}]: expected a name that matches {NAME_PATTERN}"
+        for name in pools
+        if re.fullmatch(NAME_PATTERN, name) is None
+    ]
     defaults: dict[str, str] = {}
     for name, pool in pools.items():
         if not pool.default:

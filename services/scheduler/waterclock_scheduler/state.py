@@ -134,8 +134,9 @@ class TapeState(Struct):
     """The writer that won the election of ``scheduler_fence``."""
     admission_fence: int = 0
     requests: dict[Key, Request] = field(default_factory=dict[Key, Request])
-    running: dict[str, dict[Slot, None]] = field(default_factory=dict[str, dict[Slot, None]])
-    """By life of a worker: what it is busy with. No life without a slot taken."""
+    running: dict[str, dict[Slot, str]] = field(default_factory=dict[str, dict[Slot, str]])
+    """By life of a worker: what it is busy with, and for which pool. No life without a slot
+    taken."""
     ended: dict[Key, Ended] = field(default_factory=dict[Key, Ended])
     cancels: dict[Key, int] = field(default_factory=dict[Key, int])
     """Cancels that came before their requests, with the bus's stamp in microseconds."""
@@ -379,7 +380,7 @@ _MASK: Final = (1 << COUNTERS_REMEMBERED) - 1
 
 
 def _occupy(state: TapeState, data: Dispatched) -> None:
-    state.running.setdefault(data.worker, {})[(data.tenant, data.id, data.attempt)] = None
+    state.running.setdefault(data.worker, {})[(data.tenant, data.id, data.attempt)] = data.pool
 
 
 def _free(state: TapeState, life: str, slot: Slot) -> None:
