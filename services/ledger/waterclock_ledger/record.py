@@ -29,6 +29,8 @@ from waterclock_proto.envelope import EventRefused, decode_event
 
 UNREADABLE_NAMED_MAX: Final = 20
 """So many events that cannot be read are named; all are counted."""
+UNREADABLE_CHARACTERS_MAX: Final = 160
+"""What is said of each: whoever wrote it chose some of the words."""
 
 
 class Part(Struct, kw_only=True):
@@ -150,7 +152,8 @@ def _note_event(
     except EventRefused as error:
         record.unreadable += 1
         if len(record.unreadable_named) < UNREADABLE_NAMED_MAX:
-            record.unreadable_named.append(f"sequence {sequence}: {error}")
+            text = str(error)[:UNREADABLE_CHARACTERS_MAX]
+            record.unreadable_named.append(f"sequence {sequence}: {text}")
         return
     kind = envelope.data.TYPE
     record.events_by_type[kind] = record.events_by_type.get(kind, 0) + 1

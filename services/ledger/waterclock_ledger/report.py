@@ -247,18 +247,18 @@ def _head_lines(report: Report) -> Iterator[str]:
         yield f"incarnation {part.incarnation}: {part.reason}, {span}"
     yield f"events      {totals.events} in {len(totals.events_by_type)} types"
     for kind, count in totals.events_by_type.items():
-        yield f"            {count:>9} {kind}"
+        yield f"            {kind:<18} {count:>9}"
     yield (
-        f"writers     {totals.writers}, {totals.chain_breaks} chain breaks,"
-        f" {totals.chain_tails} tails of a crash"
+        f"writers     {totals.writers}; broken chains {totals.chain_breaks},"
+        f" tails of a crash {totals.chain_tails}"
     )
     yield (
-        f"faults      {totals.holes} holes, {totals.number_faults} number faults,"
-        f" {totals.unreadable} unreadable, {totals.fragments} fragments"
+        f"faults      holes {totals.holes}, numbers {totals.number_faults},"
+        f" unreadable {totals.unreadable}, fragments {totals.fragments}"
     )
     yield (
-        f"set aside   {totals.repeated} repeated, {totals.fenced_off} fenced off,"
-        f" {totals.abandoned} abandoned in a rollback, {totals.torn_bytes} torn bytes"
+        f"set aside   repeated {totals.repeated}, fenced off {totals.fenced_off},"
+        f" rolled back {totals.abandoned}, torn bytes {totals.torn_bytes}"
     )
 
 
@@ -292,13 +292,14 @@ def _group_lines(report: Report) -> Iterator[str]:
             for measure in measures
             if measure in group.ended
         ]
-        yield from table(["measure", "n", "P50", "P90", "P99", "max"], rows, left=1)
+        if rows:
+            yield from table(["measure", "n", "P50", "P90", "P99", "max"], rows, left=1)
         if group.refused:
-            yield "refused     " + ", ".join(f"{n} {why}" for why, n in group.refused.items())
+            yield "refused     " + ", ".join(f"{why} {n}" for why, n in group.refused.items())
         if group.attempts_lost or group.superseded:
-            yield f"attempts    {group.attempts_lost} lost, {group.superseded} ends superseded"
+            yield f"attempts    lost {group.attempts_lost}, ends superseded {group.superseded}"
         if group.flags:
-            yield "flags       " + ", ".join(f"{n} {flag}" for flag, n in group.flags.items())
+            yield "flags       " + ", ".join(f"{flag} {n}" for flag, n in group.flags.items())
 
 
 def _fault_lines(report: Report) -> Iterator[str]:

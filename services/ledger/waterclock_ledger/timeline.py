@@ -5,7 +5,7 @@ terminal and in every language; in the names Chinese characters count as two col
 """
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,9 @@ from waterclock_ledger.report import columns, milliseconds, table
 from waterclock_proto.envelope import EventRefused, decode_event
 from waterclock_proto.events import (
     AdmissionElected,
+    Admitted,
     Completed,
+    Dispatched,
     EventData,
     Failed,
     Rejected,
@@ -188,13 +190,7 @@ def _page(timeline: Timeline, width: int) -> Iterator[str]:
         yield f"submitted again {life.resubmissions} times"
     yield from _attempts(life, width)
     yield ""
-    rows = [
-        [str(sequence), data.TYPE, *row]
-        for sequence, data in timeline.events
-        for row in _stamp_rows(data)
-    ]
-    header = ["sequence", "event", "stamp", "wall (UTC)", "mono ns", "boot", "+/- us", "source"]
-    yield from table(header, rows, left=4)
+    yield from _stamps(timeline.events, width)
 
 
 def _headline(life: Life) -> str:
@@ -213,7 +209,7 @@ def _headline(life: Life) -> str:
 def _attempts(life: Life, width: int) -> Iterator[str]:
     counted = life.counted_try()
     for a_try in life.tries:
-        yield _fit(_attempt(a_try, life, counts=a_try is counted), width)
+        yield from _wrapped(_attempt(a_try, life, counts=a_try is counted), width)
     if life.end is not None and counted is None:
         yield f"ended without a worker at sequence {life.end_sequence}"
     for sequence, end in life.superseded:
@@ -221,10 +217,12 @@ def _attempts(life: Life, width: int) -> Iterator[str]:
         yield f"superseded: {end.TYPE}{attempt} at sequence {sequence}"
 
 
-def _attempt(a_try: Try, life: Life, *, counts: bool) -> str:
+def _attempt(a_try: Try, life: Life, *, counts: bool) -> list[str]:
     sent = a_try.dispatched
-    place = f"{sent.policy} place {sent.place} of {sent.depth}"
-    parts = [f"attempt {a_try.number}: {sent.worker} in pool {sent.pool}, {place}"]
+    parts = [
+        f"attempt {a_try.number}: {sent.worker} in pool {sent.pool}",
+        f"{sent.policy} took it at place {sent.place} of {sent.depth}",
+    ]
     if a_try.started is not None:
         parts.append("started")
     if a_try.first is not None:
@@ -233,26 +231,39 @@ def _attempt(a_try: Try, life: Life, *, counts: bool) -> str:
         parts.append(f"lost ({a_try.lost.reason})")
     if counts:
         parts.append(f"{life.outcome} at sequence {life.end_sequence}")
-    return ", ".join(parts)
+    return parts
 
 
-def _stamp_rows(data: EventData) -> Iterator[list[str]]:
-    rows = 0
-    for field in data.__struct_fields__:
-        stamp = getattr(data, field)
-        if not isinstance(stamp, Stamp):
-            continue
-        rows += 1
-        yield [
-            field,
-            utc(stamp.wall_us),
-            "-" if stamp.mono_ns is None else str(stamp.mono_ns),
-            (stamp.boot or "-")[:4],
-            "-" if stamp.error_us is None else str(stamp.error_us),
-            stamp.source,
+def _stamps(events: Sequence[tuple[int, EventData]], width: int) -> list[str]:
+    """Every stamp as it was recorded; of the columns as many as have room."""
+    header = ["sequence", "event", "stamp", "wall (UTC)", "+/- us", "source", "mono ns", "boot"]
+    rows: list[list[str]] = []
+    for sequence, data in events:
+        stamps = [
+            (field, value)
+            for field in data.__struct_fields__
+            if isinstance(value := getattr(data, field), Stamp)
+            # A dispatch repeats these for its worker.
+            and not (isinstance(data, Dispatched) and field in Admitted.__struct_fields__)
         ]
-    if not rows:
-        yield ["-"] * 6
+        rows += [
+            [
+                str(sequence),
+                data.TYPE,
+                field,
+                utc(value.wall_us),
+                "-" if value.error_us is None else str(value.error_us),
+                value.source,
+                "-" if value.mono_ns is None else str(value.mono_ns),
+                value.boot or "-",
+            ]
+            for field, value in stamps
+        ]
+    for kept in range(len(header), 3, -1):
+        lines = table(header[:kept], [row[:kept] for row in rows], left=4)
+        if max(map(columns, lines)) <= width:
+            return lines
+    return table(header[2:4], [row[2:4] for row in rows], left=2)
 
 
 def utc(wall_us: int) -> str:
@@ -272,6 +283,19 @@ def _share(part: int, whole: int) -> str:
         return "-"
     tenths = part * 1000 // whole
     return f"{'-' if tenths < 0 else ''}{abs(tenths) // 10}.{abs(tenths) % 10}%"
+
+
+def _wrapped(parts: Sequence[str], width: int) -> Iterator[str]:
+    """The parts with commas between them, in lines that have room for them; a long one is cut."""
+    line = ""
+    for part in parts:
+        if line and columns(f"{line}, {part}") > width - 1:
+            yield f"{line},"
+            line = f"  {part}"
+        else:
+            line = f"{line}, {part}" if line else part
+        line = _fit(line, width - 1)
+    yield line
 
 
 def _fit(text: str, width: int) -> str:
