@@ -1,5 +1,6 @@
 """The one place that reads clocks."""
 
+import hashlib
 import os
 import time
 from collections.abc import Mapping
@@ -13,12 +14,30 @@ _STEP_READ_INTERVAL_NS: Final = 50_000_000
 
 
 def boot_id() -> str:
-    """The first 16 hex digits of the kernel's boot id: the name of this host's monotonic clock."""
+    """The first 16 hex digits of the kernel's boot id: the name of this host's monotonic clock.
+
+    In a time namespace with an offset of its own (time_namespaces(7)) that clock is another
+    one, and so has another name.
+    """
     path = Path("/proc/sys/kernel/random/boot_id")
     if path.exists():
-        return path.read_text().strip().replace("-", "")[:16]
+        boot = path.read_text().strip().replace("-", "")[:16]
+        return _name_in_namespace(boot, Path("/proc/self/timens_offsets"))
     # Elsewhere than on Linux nothing names the boot; the uptime's origin is stable within one.
     return f"{(time.time_ns() - time.monotonic_ns()) // 10**10:016x}"[:16]
+
+
+def _name_in_namespace(boot: str, offsets: Path) -> str:
+    try:
+        lines = offsets.read_text().splitlines()
+    except OSError:
+        # A kernel without time namespaces.
+        return boot
+    for line in lines:
+        clock, *offset = line.split()
+        if clock == "monotonic" and any(int(part) for part in offset):
+            return hashlib.sha256(f"{boot} {' '.join(offset)}".encode()).hexdigest()[:16]
+    return boot
 
 
 class Clock:

@@ -6,24 +6,22 @@ sets ``stopping``, then lets it finish, drains the writer and leaves.
 """
 
 import asyncio
-import contextlib
-import json
 import os
 import secrets
 import signal
 import sys
-import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import structlog
 import uvloop
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from waterclock_proto.envelope import Chain, decode_event
 from waterclock_proto.events import LogOpened
@@ -33,9 +31,12 @@ from waterclock_runtime import limits
 from waterclock_runtime.bus import Bus, BusSettings
 from waterclock_runtime.clock import Clock
 from waterclock_runtime.config import SettingsLoader
-from waterclock_runtime.errors import ConfigRefused, WaterclockError
+from waterclock_runtime.errors import BusUnavailable, ConfigRefused, WaterclockError
+from waterclock_runtime.health import Health, HealthServer
 from waterclock_runtime.logs import LogLevel, configure_logs
 from waterclock_runtime.writer import EventWriter
+
+__all__ = ["Health", "ServiceContext", "ServiceSettings", "read_incarnation", "run_service"]
 
 T = TypeVar("T")
 
@@ -57,31 +58,6 @@ class ServiceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How far this host's wall clock may be from UTC. Leave it out when nobody knows."""
 
 
-class Health:
-    """What ``/healthz`` says: healthy while nothing is wrong."""
-
-    def __init__(self) -> None:
-        self._wrong: dict[str, str] = {}
-        self.ready = False
-        self.facts: dict[str, Any] = {}
-
-    def wrong(self, what: str, why: str) -> None:
-        """Note a trouble; ``right`` takes it back."""
-        self._wrong[what] = why
-
-    def right(self, what: str) -> None:
-        self._wrong.pop(what, None)
-
-    def report(self) -> tuple[bool, dict[str, Any]]:
-        healthy = self.ready and not self._wrong
-        return healthy, {
-            "healthy": healthy,
-            "ready": self.ready,
-            "wrong": dict(self._wrong),
-            **self.facts,
-        }
-
-
 class ServiceContext:
     """What a service's ``main`` gets."""
 
@@ -100,6 +76,7 @@ class ServiceContext:
         data_dir: Path,
         mesh_key: bytes,
         made_tape: bool,
+        stopping: asyncio.Event | None = None,
     ) -> None:
         self.name = name
         self.instance = instance
@@ -113,7 +90,9 @@ class ServiceContext:
         self.data_dir = data_dir
         self.mesh_key = mesh_key
         self.made_tape = made_tape
-        self.stopping = asyncio.Event()
+        """Whether this process opened the tape: its first message is this one's."""
+        self.stopping = asyncio.Event() if stopping is None else stopping
+        """Set by the first SIGTERM or SIGINT, and when ``main`` is to end for another reason."""
 
     def settings(self, section: str, kind: type[T]) -> T:
         """One more section.
@@ -138,7 +117,8 @@ def run_service(
 
     ``check`` reads the service's own sections once before anything is connected, so that
     their mistakes are reported together with everybody else's. Exit status: 0 after a clean
-    stop, 2 for refused configuration, 1 for anything else.
+    stop, 2 for refused configuration, 1 for anything else, such as events that the tape had
+    not taken at the end.
     """
     loader = SettingsLoader()
     service = loader.section("service", ServiceSettings)
@@ -151,7 +131,7 @@ def run_service(
     try:
         loader.finish()
     except ConfigRefused as refused:
-        print(refused, file=sys.stderr)
+        sys.stderr.write(f"{refused}\n")
         sys.exit(2)
     assert service is not None
     assert bus is not None
@@ -159,10 +139,18 @@ def run_service(
         service=instance or name, level=service.log_level, pretty=service.log_pretty
     )
     try:
-        uvloop.run(_run(name, main, instance or name, service, bus, loader, mesh_key, log))
+        stored = uvloop.run(_run(name, main, instance or name, service, bus, loader, mesh_key, log))
+    except ConfigRefused as refused:
+        log.error("configuration_refused", mistakes=refused.mistakes)
+        sys.exit(2)
     except WaterclockError as error:
         log.error("service_stopped", error=str(error), kind=type(error).__name__)
         sys.exit(1)
+    except Exception:
+        # A bug: whoever restarts this process gets the whole story.
+        log.exception("service_failed")
+        sys.exit(1)
+    sys.exit(0 if stored else 1)
 
 
 async def _run(
@@ -174,23 +162,38 @@ async def _run(
     loader: SettingsLoader,
     mesh_key: bytes,
     log: structlog.stdlib.BoundLogger,
-) -> None:
+) -> bool:
+    """The process's life; whether everything it wrote is stored."""
+    stop = _Stop()
     clock = Clock(error_us=settings.clock_error_us)
-    data_dir = Path(settings.data_dir) / instance
-    data_dir.mkdir(parents=True, exist_ok=True)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
     health = Health()
-    server = _HealthServer(settings, registry, health)
-    (data_dir / "health-port").write_text(str(server.port))
-    bus = await Bus.connect(bus_settings, name=f"waterclock-{instance}", log=log)
+    data_dir = Path(settings.data_dir) / instance
     try:
-        made = await bus.provision()
+        data_dir.mkdir(parents=True, exist_ok=True)
         key = _writer_key(data_dir)
-        if made:
-            await _open_log(bus, clock, name, key)
-        writer = await EventWriter.open(bus, service=name, clock=clock, key=key)
+        server = HealthServer(settings.health_host, settings.health_port, registry, health)
+        _write_whole(data_dir / "health-port", str(server.port).encode(), mode=0o644)
+    except OSError as error:
+        raise WaterclockError(
+            f"{error.filename or f'{settings.health_host}:{settings.health_port}'}:"
+            f" {error.strerror}; correct [service] data_dir, health_host or health_port"
+        ) from error
+    beating = asyncio.create_task(_beat_for_ever(health), name="loop-beat")
+    bus: Bus | None = None
+    try:
+        # What a signal must be able to end at once: nothing is promised to anybody yet.
+        bus = await stop.unless(Bus.connect(bus_settings, name=f"waterclock-{instance}", log=log))
+        if bus is None:
+            return True
+        made = await stop.unless(_prepare_tape(bus, clock, name, key))
+        if made is None:
+            return True
+        writer = await EventWriter.open(
+            bus, service=name, clock=clock, key=key, window=bus_settings.writer_window
+        )
         writer.incarnation = await read_incarnation(bus)
         context = ServiceContext(
             name=name,
@@ -205,50 +208,118 @@ async def _run(
             data_dir=data_dir,
             mesh_key=mesh_key,
             made_tape=made,
+            stopping=stop.asked,
         )
-        _runtime_metrics(context)
-        await _until_stopped(context, main)
+        registry.register(_RuntimeCollector(bus, writer))
+        health.watch("bus", lambda: "" if bus.connected else "away")
+        health.watch("writer", lambda: writer.stalled_why)
+        return await _until_stopped(context, main, stop)
     finally:
-        await bus.close()
+        health.ready = False
+        if bus is not None:
+            await bus.close()
+        beating.cancel()
         server.close()
 
 
-async def _until_stopped(context: ServiceContext, main: Main) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, context.stopping.set)
+class _Stop:
+    """SIGTERM and SIGINT: the first asks for an orderly end, the next one insists."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self.asked.is_set():
+            self.insisted.set()
+        self.asked.set()
+
+    async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of ``work``; None if it was cut short because the process is to stop."""
+        task = asyncio.create_task(work)
+        asked = asyncio.create_task(self.asked.wait())
+        try:
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            return None
+        finally:
+            await _cancelled(task, asked)
+
+
+async def _until_stopped(context: ServiceContext, main: Main, stop: _Stop) -> bool:
     context.log.info("service_started", boot=context.clock.boot, pid=os.getpid())
     work = asyncio.ensure_future(main(context))
-    stopping = asyncio.create_task(context.stopping.wait())
-    await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    context.stopping.set()
-    context.health.ready = False
-    with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
-        async with asyncio.timeout(limits.STOP_GRACE_S):
-            await asyncio.wait({work})
-    if not work.done():
-        context.log.warning("service_cancelled", grace_s=limits.STOP_GRACE_S)
-        work.cancel()
-    stopping.cancel()
-    stored = await context.writer.close()
-    context.log.info(
-        "service_ended", everything_stored=stored, outstanding=context.writer.outstanding
-    )
-    with contextlib.suppress(asyncio.CancelledError):
-        await work
+    ends = {
+        asyncio.create_task(context.stopping.wait()),
+        asyncio.create_task(context.bus.closed.wait()),
+    }
+    insisted = asyncio.create_task(stop.insisted.wait())
+    try:
+        await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        context.stopping.set()
+        context.health.ready = False
+        if context.bus.failure is None:
+            await asyncio.wait(
+                {work, insisted},
+                timeout=limits.STOP_GRACE_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        if not work.done():
+            context.log.warning("service_cancelled", grace_s=limits.STOP_GRACE_S)
+        await _cancelled(work)
+    finally:
+        await _cancelled(insisted, *ends)
+        stored = await context.writer.close(
+            0 if context.bus.closed.is_set() else limits.CLOSE_WAIT_S
+        )
+        if not stored:
+            context.log.error("events_not_stored", outstanding=context.writer.outstanding)
+        context.log.info("service_ended", everything_stored=stored)
+    if not work.cancelled():
+        work.result()
+    if context.bus.failure is not None:
+        raise context.bus.failure
+    return stored
+
+
+async def _cancelled(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel the tasks and wait until they have ended; their results are somebody else's."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def _beat_for_ever(health: Health) -> None:
+    while True:
+        health.beat()
+        await asyncio.sleep(limits.LOOP_BEAT_S)
+
+
+# The tape.
 
 
 async def read_incarnation(bus: Bus) -> str:
-    """The name of the tape's present incarnation, or nothing if it has not been opened yet."""
-    found = await bus.last(EVENTS.name, event_filter(LogOpened, tenant="_", scope="_"))
+    """The name of the tape's present incarnation, or nothing if its event is not kept any more."""
+    subject = event_filter(LogOpened, tenant="_", scope="_")
+    found = await bus.last(EVENTS.name, subject)
     if found is None:
         return ""
-    opened = decode_event(event_filter(LogOpened, tenant="_", scope="_"), found[0]).data
+    opened = decode_event(subject, found[0]).data
     return opened.incarnation if isinstance(opened, LogOpened) else ""
 
 
-async def _open_log(bus: Bus, clock: Clock, name: Source, key: bytes) -> None:
-    """Name the new tape in its first message. Whoever comes second is refused and need not care."""
+async def _prepare_tape(bus: Bus, clock: Clock, name: Source, key: bytes) -> bool:
+    """Make the streams, and see to it that the tape's first message opens it.
+
+    Several processes may do so at once. Nobody publishes an event before the tape is opened:
+    so the first message of every tape is its opening. Returns whether it was opened here.
+    """
+    if not await bus.provision():
+        return False
     incarnation = f"i{secrets.token_hex(8)}"
     chain = Chain(service=name, writer=f"{name}-{secrets.token_hex(6)}", key=key)
     chain.incarnation = incarnation
@@ -257,22 +328,67 @@ async def _open_log(bus: Bus, clock: Clock, name: Source, key: bytes) -> None:
             incarnation=incarnation, first_sequence=1, reason="created", opened=clock.stamp(name)
         )
     )
-    await bus.nc.request(
-        subject,
-        payload,
-        timeout=limits.REQUEST_TIMEOUT_S,
-        headers={"Nats-Expected-Last-Sequence": "0"},
-    )
+    # Whoever comes second is refused and need not care, the repetition of an unanswered
+    # publish included.
+    answer = await bus.ask(subject, payload, {"Nats-Expected-Last-Sequence": "0"})
+    if answer.error is None:
+        return True
+    if answer.error.get("err_code") == _WRONG_LAST_SEQUENCE:
+        return await read_incarnation(bus) == incarnation
+    raise BusUnavailable(f"the tape cannot be opened: {answer.error.get('description')}")
+
+
+# Keys.
 
 
 def _writer_key(data_dir: Path) -> bytes:
-    """This service's nonce key; made on the first start and kept readable to its owner alone."""
+    """This service's nonce key; made on the first start and kept readable to its owner alone.
+
+    Raises:
+        WaterclockError: what is kept there is not a key.
+    """
     path = data_dir / "writer-key"
     if not path.exists():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        _write_whole(path, secrets.token_bytes(_WRITER_KEY_BYTES), mode=0o600, replace=False)
+    key = path.read_bytes()
+    if len(key) != _WRITER_KEY_BYTES:
+        raise WaterclockError(
+            f"{path}: expected {_WRITER_KEY_BYTES} bytes, found {len(key)}; restore the file, or"
+            " delete it and a new one is made"
+        )
+    return key
+
+
+def _write_whole(path: Path, content: bytes, *, mode: int, replace: bool = True) -> None:
+    """Write a file that is there as a whole or not at all, after a power cut too.
+
+    With ``replace=False`` a file that is already there stays: another process was first.
+    """
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(32))
-    return path.read_bytes()
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if replace:
+            draft.replace(path)
+        else:
+            try:
+                path.hardlink_to(draft)
+            except FileExistsError:
+                pass
+            except OSError:
+                # A file system without hard links; there two first starts at once can collide.
+                if not path.exists():
+                    draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _read_mesh_key(settings: ServiceSettings, loader: SettingsLoader) -> bytes:
@@ -280,8 +396,9 @@ def _read_mesh_key(settings: ServiceSettings, loader: SettingsLoader) -> bytes:
     if text is None and settings.mesh_key_file is not None:
         try:
             text = Path(settings.mesh_key_file).read_text().strip()
-        except OSError as error:
-            loader.mistake(f"[service] mesh_key_file {settings.mesh_key_file}: {error.strerror}")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not text"
+            loader.mistake(f"[service] mesh_key_file {settings.mesh_key_file}: {why}")
             return b""
     try:
         key = bytes.fromhex(text or "")
@@ -295,60 +412,47 @@ def _read_mesh_key(settings: ServiceSettings, loader: SettingsLoader) -> bytes:
     return key
 
 
-def _runtime_metrics(context: ServiceContext) -> None:
-    bus, writer = context.bus, context.writer
-    for metric, text, read in (
-        ("waterclock_bus_connected", "1 while the bus is there", lambda: int(bus.connected)),
-        ("waterclock_bus_breaks", "Times the connection was lost", lambda: bus.breaks),
-        (
-            "waterclock_bus_dropped",
-            "Core messages dropped, the bus being away",
-            lambda: bus.dropped,
-        ),
-        ("waterclock_writer_outstanding", "Events not yet on the tape", lambda: writer.outstanding),
-        ("waterclock_writer_republished", "Events published again", lambda: writer.republished),
-        ("waterclock_writer_refused", "Events the tape refused", lambda: writer.refused),
-    ):
-        Gauge(metric, text, registry=context.registry).set_function(read)
+# Metrics.
 
 
-class _HealthServer:
-    """``/metrics`` and ``/healthz`` on a thread of its own: they answer even if the loop is stuck."""
+class _RuntimeCollector(Collector):
+    """What the runtime counts, read when somebody scrapes."""
 
-    def __init__(
-        self, settings: ServiceSettings, registry: CollectorRegistry, health: Health
-    ) -> None:
-        metrics = make_wsgi_app(registry)
+    def __init__(self, bus: Bus, writer: EventWriter) -> None:
+        self._bus = bus
+        self._writer = writer
 
-        def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-            if environ.get("PATH_INFO") == "/healthz":
-                healthy, report = health.report()
-                status = "200 OK" if healthy else "503 Service Unavailable"
-                start(status, [("Content-Type", "application/json")])
-                return [json.dumps(report).encode()]
-            if environ.get("PATH_INFO") == "/metrics":
-                return metrics(environ, start)
-            start("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"expected /metrics or /healthz\n"]
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        bus, writer = self._bus, self._writer
+        for name, text, value in (
+            ("bus_breaks", "Times the connection to the bus was lost", bus.breaks),
+            ("bus_dropped", "Core messages dropped: bus away and buffer full", bus.dropped),
+            ("bus_handler_failures", "Core messages whose handler failed", bus.handler_failures),
+            ("writer_republished", "Publishes beyond the first of each event", writer.republished),
+            ("writer_refused", "Refusals of an event by the tape", writer.refused),
+            ("writer_turned", "Events taken before an elder, refused one", writer.turned),
+        ):
+            yield CounterMetricFamily(f"waterclock_{name}", text, value=value)
+        gauges: list[tuple[str, str, float]] = [
+            ("bus_connected", "1 while the bus is there", int(bus.connected)),
+            ("bus_storing", "Answers and submissions not yet stored", bus.storing),
+            ("writer_outstanding", "Events not yet on the tape", writer.outstanding),
+            ("writer_stalled", "1 while the tape refuses events", int(writer.stalled)),
+        ]
+        room, offset = writer.tape_room, writer.clock_offset_us
+        if room is not None:
+            gauges += [
+                ("tape_bytes", "What the tape holds", room.bytes),
+                ("tape_bytes_max", "What it may hold; -1 without a bound", room.bytes_max),
+            ]
+        if offset is not None:
+            gauges += [
+                ("clock_offset_us_min", "Bus's clock minus this one, at least", offset[0]),
+                ("clock_offset_us_max", "Bus's clock minus this one, at most", offset[1]),
+            ]
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(f"waterclock_{name}", text, value=value)
 
-        self._server = make_server(
-            settings.health_host,
-            settings.health_port,
-            app,  # pyright: ignore[reportArgumentType] - wsgiref's stub wants its own protocol class
-            server_class=WSGIServer,
-            handler_class=_QuietHandler,
-        )
-        self.port: int = self._server.server_port
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="health", daemon=True
-        )
-        self._thread.start()
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        """Scrapes are not news."""
+_WRITER_KEY_BYTES = 32
+_WRONG_LAST_SEQUENCE = 10071

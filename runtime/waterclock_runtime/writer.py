@@ -1,17 +1,19 @@
 """A service's pen: seals events into its chain and publishes each until the tape has it.
 
 Nothing waits for an acknowledgement, and nothing is lost for want of one: an event stays in
-the window until it is acknowledged, and is published again byte for byte after a break or a
-silence. It may then stand on the tape twice; every reader drops what it has seen by (writer,
-counter).
+the window until it is acknowledged, and is published again byte for byte after a break, a
+refusal or a proven loss. It may then stand on the tape twice; every reader drops what it has
+seen by (writer, counter).
 
 When the tape refuses an event (it is full), the writer *stalls*: it tries that event alone
-until it is taken, then sends the rest in order, so that a refusal cannot turn the order round.
+until it is taken, then sends the rest in order. ``window.py`` has the rules, and the one case
+in which an event can still be overtaken.
 """
 
 import asyncio
 import contextlib
 import secrets
+from collections import deque
 from collections.abc import Callable
 
 from msgspec import Struct
@@ -22,9 +24,10 @@ from waterclock_proto.events import ClockReported, EventData, WriterSealed
 from waterclock_proto.stamps import Source
 from waterclock_proto.subjects import EVENTS
 from waterclock_runtime import limits
-from waterclock_runtime.bus import Bus, decode_puback
+from waterclock_runtime.bus import Closable, Wire, decode_puback
 from waterclock_runtime.clock import Clock
 from waterclock_runtime.errors import BusUnavailable
+from waterclock_runtime.window import Window
 
 OnStored = Callable[[int], None]
 
@@ -32,47 +35,81 @@ OnStored = Callable[[int], None]
 class _Waiting(Struct):
     subject: str
     payload: bytes
-    sent_s: float
     on_stored: OnStored | None
-    sent_us: int
+
+
+class TapeRoom(Struct, frozen=True):
+    """How full the tape is. ``bytes_max`` of -1: without a bound."""
+
+    bytes: int
+    bytes_max: int
 
 
 class EventWriter:
     """One process's events. Create with ``open``; ``emit`` never waits."""
 
-    def __init__(self, bus: Bus, *, service: Source, clock: Clock, key: bytes) -> None:
+    def __init__(
+        self,
+        bus: Wire,
+        *,
+        service: Source,
+        clock: Clock,
+        key: bytes,
+        window: int = limits.WRITER_WINDOW,
+    ) -> None:
         self._bus = bus
         self._clock = clock
         self._service: Source = service
         self._key = key
         self._chain = self._new_chain()
-        self._waiting: dict[int, _Waiting] = {}
+        self._window: Window[_Waiting] = Window(window)
         self._room = asyncio.Event()
         self._room.set()
-        self._inbox = bus.nc.new_inbox()
-        self._stalled = False
-        self._number = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._inbox = bus.new_inbox()
+        self._stalled = ""
+        self._probe_s = float("-inf")
         self._sealed_head = ""
+        self._offsets: deque[tuple[float, int, int]] = deque()
+        self._brackets: deque[tuple[int, int, int]] = deque(maxlen=4)
         self._tasks: list[asyncio.Task[None]] = []
-        self._window = bus.settings.writer_window
-        self._offsets: list[tuple[int, int]] = []
+        self._subscription: Closable | None = None
+        self._forget: list[Callable[[], None]] = []
+        self._now_s = asyncio.get_running_loop().time
         self.fence = 0
         self.incarnation = ""
         self.republished = 0
+        """Publishes beyond the first of each event."""
         self.refused = 0
+        """Refusals by the tape; one event can be refused many times."""
+        self.tape_room: TapeRoom | None = None
+        """As looked at last; None before that."""
 
     @classmethod
-    async def open(cls, bus: Bus, *, service: Source, clock: Clock, key: bytes) -> "EventWriter":
-        writer = cls(bus, service=service, clock=clock, key=key)
-        await bus.nc.subscribe(
-            f"{writer._inbox}.*", cb=writer._on_ack, pending_msgs_limit=0, pending_bytes_limit=0
-        )
-        bus.on_reconnect(writer._publish_all)
-        writer._tasks = [
-            asyncio.create_task(writer._sweep(), name="writer-sweeper"),
-            asyncio.create_task(writer._seal_and_report(), name="writer-sealer"),
-        ]
+    async def open(
+        cls,
+        bus: Wire,
+        *,
+        service: Source,
+        clock: Clock,
+        key: bytes,
+        window: int = limits.WRITER_WINDOW,
+    ) -> "EventWriter":
+        writer = cls(bus, service=service, clock=clock, key=key, window=window)
+        writer.start()
         return writer
+
+    def start(self) -> None:
+        """Listen for acknowledgements and begin to seal; ``open`` does it."""
+        bus = self._bus
+        self._subscription = bus.listen(f"{self._inbox}.*.*", self._on_answer)
+        self._forget = [bus.on_break(self._on_break), bus.on_reconnect(self._pump)]
+        self._tasks = [
+            asyncio.create_task(self._sweep_for_ever(), name="writer-sweeper"),
+            asyncio.create_task(self._seal_for_ever(), name="writer-sealer"),
+            asyncio.create_task(self._look_for_ever(), name="writer-looker"),
+        ]
 
     @property
     def name(self) -> str:
@@ -82,12 +119,32 @@ class EventWriter:
     @property
     def outstanding(self) -> int:
         """Events that the tape has not acknowledged."""
-        return len(self._waiting)
+        return len(self._window)
 
     @property
     def stalled(self) -> bool:
         """Whether the tape refuses events at present."""
+        return bool(self._stalled)
+
+    @property
+    def stalled_why(self) -> str:
+        """What the tape said when it refused; empty while it takes events."""
         return self._stalled
+
+    @property
+    def turned(self) -> int:
+        """Events that the tape took before an elder one of this writer that it had refused."""
+        return self._window.turned
+
+    @property
+    def clock_offset_us(self) -> tuple[int, int] | None:
+        """The bus's clock minus this one, between which two; None before the first bracket.
+
+        The first larger than the second: one of the clocks was stepped in the last minute.
+        """
+        if not self._offsets:
+            return None
+        return max(low for _, low, _ in self._offsets), min(high for _, _, high in self._offsets)
 
     def emit(self, data: EventData, on_stored: OnStored | None = None) -> int:
         """Seal and publish one event; its counter in the chain.
@@ -96,8 +153,15 @@ class EventWriter:
         fixed from here on: whatever is repeated is the same bytes.
 
         Raises:
-            EventRefused: larger than the tape takes; the chain has not moved.
+            EventRefused: no reader would accept it; the chain has not moved.
+            BusUnavailable: far too many wait already; the chain has not moved.
         """
+        window = self._window
+        if len(window) >= limits.WRITER_WAITING_MAX:
+            raise BusUnavailable(
+                f"{len(window)} events wait for the tape, at most {limits.WRITER_WAITING_MAX}"
+                f" allowed; {self._stalled or 'the bus is away'}"
+            )
         if self._chain.counter > COUNTER_MAX:
             self._chain = self._new_chain()
         chain = self._chain
@@ -105,18 +169,10 @@ class EventWriter:
         chain.incarnation = self.incarnation
         counter = chain.counter
         subject, payload = chain.seal(data)
-        self._number += 1
-        number = self._number
-        self._waiting[number] = _Waiting(
-            subject=subject,
-            payload=payload,
-            sent_s=asyncio.get_running_loop().time(),
-            on_stored=on_stored,
-            sent_us=self._clock.now_us(),
-        )
-        if not self._stalled and self._bus.connected:
-            self._bus.publish(subject, payload, reply=f"{self._inbox}.{number}")
-        if len(self._waiting) >= self._window:
+        window.add(_Waiting(subject, payload, on_stored))
+        self._pump()
+        self._empty.clear()
+        if len(window) >= window.size_max:
             self._room.clear()
         return counter
 
@@ -128,20 +184,25 @@ class EventWriter:
         """Wait until the tape has everything, at most ``wait_s``; whether it has."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while self._waiting:
-                    await asyncio.sleep(0.005)
-        return not self._waiting
+                await self._empty.wait()
+        return not self._window
 
-    async def close(self, wait_s: float = 3.0) -> bool:
+    async def close(self, wait_s: float = limits.CLOSE_WAIT_S) -> bool:
         """Seal the chain for the last time and wait for the acknowledgements; whether all came."""
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        sweeper, *others = self._tasks or [None]
+        for task in others:
+            await _ended(task)
         if self._chain.counter:
             self._seal(last=True)
-        return await self.drain(wait_s)
+        # The sweeper goes on until the end: it is what tries again.
+        stored = await self.drain(wait_s)
+        await _ended(sweeper)
+        for forget in self._forget:
+            forget()
+        if self._subscription is not None:
+            self._subscription.close()
+        self._tasks = []
+        return stored
 
     def _new_chain(self) -> Chain:
         return Chain(
@@ -150,58 +211,84 @@ class EventWriter:
             key=self._key,
         )
 
-    async def _on_ack(self, message: Msg) -> None:
-        number = int(message.subject.rsplit(".", 1)[1])
-        waiting = self._waiting.get(number)
-        if waiting is None:
+    # Sending.
+
+    def _pump(self) -> None:
+        """Send what may go now."""
+        if not self._bus.connected:
             return
-        acknowledgement = decode_puback(message)
-        if acknowledgement.error is not None or not acknowledgement.stream:
-            self.refused += 1
-            if not self._stalled:
-                self._stalled = True
-                self._bus.log.error(
-                    "tape_refuses_events",
-                    subject=waiting.subject,
-                    error=acknowledgement.error,
-                    waiting=len(self._waiting),
-                )
+        now_s = self._now_s()
+        while (entry := self._window.take(now_s)) is not None:
+            waiting = entry.item
+            if not self._bus.publish(
+                waiting.subject, waiting.payload, reply=f"{self._inbox}.e.{entry.number}"
+            ):
+                self._window.put_back(entry)
+                return
+            if entry.tries > 1:
+                self.republished += 1
+
+    async def _on_answer(self, message: Msg) -> None:
+        _, kind, text = message.subject.rsplit(".", 2)
+        number = int(text)
+        answer = decode_puback(message)
+        window = self._window
+        if answer.error is not None or not answer.stream:
+            if window.refused(number):
+                self._stall(answer.error or {"description": "not an acknowledgement"})
             return
-        del self._waiting[number]
-        if self._stalled:
-            self._stalled = False
-            self._bus.log.info("tape_takes_events_again", waiting=len(self._waiting))
-            self._publish_all()
-        if not self._room.is_set() and len(self._waiting) < self._window:
+        entry = window.stored(number)
+        if kind == "o" and window.lost_before(self._probe_s):
+            # The bus answers in order, so what is older than this probe will not be answered.
+            self._bus.log.warning("events_lost_on_the_way", waiting=len(window))
+            window.restart()
+        if entry is None:
+            return
+        if self._stalled and not window.held:
+            self._stalled = ""
+            self._bus.log.info("tape_takes_events_again", waiting=len(window))
+        if window.unsent:
+            self._pump()
+        if not self._room.is_set() and len(window) < window.size_max:
             self._room.set()
-        if waiting.on_stored is not None:
-            waiting.on_stored(acknowledgement.seq)
+        if not window:
+            self._empty.set()
+        if entry.item.on_stored is not None:
+            entry.item.on_stored(answer.seq)
 
-    def _publish_all(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        for number, waiting in list(self._waiting.items()):
-            self._publish_again(number, waiting, now_s)
+    def _stall(self, error: dict[str, object]) -> None:
+        self.refused += 1
+        if not self._stalled:
+            self._bus.log.error("tape_refuses_events", error=error, waiting=len(self._window))
+        self._stalled = f"the tape refuses events: {error.get('description')}"
 
-    def _publish_again(self, number: int, waiting: _Waiting, now_s: float) -> None:
-        waiting.sent_s = now_s
-        self.republished += 1
-        self._bus.publish(waiting.subject, waiting.payload, reply=f"{self._inbox}.{number}")
+    def _on_break(self) -> None:
+        self._window.restart()
 
-    async def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
+    async def _sweep_for_ever(self) -> None:
         while True:
             await asyncio.sleep(limits.WRITER_SWEEP_S)
-            if not self._bus.connected or not self._waiting:
-                continue
-            now_s = loop.time()
-            if self._stalled:
-                number, waiting = next(iter(self._waiting.items()))
-                self._publish_again(number, waiting, now_s)
-                continue
-            for number, waiting in list(self._waiting.items())[: limits.WRITER_BURST]:
-                if now_s - waiting.sent_s < limits.WRITER_ACK_TIMEOUT_S:
-                    break
-                self._publish_again(number, waiting, now_s)
+            if self._bus.connected and self._window:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        window = self._window
+        if window.held:
+            window.release()
+        self._pump()
+        first = window.first()
+        if first is None or not window.lost_before(self._now_s() - limits.WRITER_ACK_TIMEOUT_S):
+            return
+        if self._now_s() - self._probe_s < limits.WRITER_ACK_TIMEOUT_S:
+            return
+        # One probe asks what became of all: a bus that is merely slow answers them in order.
+        if self._bus.publish(
+            first.item.subject, first.item.payload, reply=f"{self._inbox}.o.{first.number}"
+        ):
+            self._probe_s = self._now_s()
+            self.republished += 1
+
+    # What the writer says of itself.
 
     def _seal(self, *, last: bool = False) -> None:
         chain = self._chain
@@ -212,56 +299,88 @@ class EventWriter:
                 algorithm="none",
                 last=last,
                 sealed=self._clock.stamp(self._service),
-            )
+            ),
+            self._bracketed(),
         )
         self._sealed_head = chain.head
 
-    async def _seal_and_report(self) -> None:
-        reported_s = -limits.CLOCK_REPORT_INTERVAL_S
-        loop = asyncio.get_running_loop()
+    async def _seal_for_ever(self) -> None:
+        reported_s = float("-inf")
+        reported_samples = 0
         while True:
+            if self._bus.connected and not self._stalled:
+                now_s = self._now_s()
+                self._forget_old_brackets(now_s)
+                news = reported_samples == 0 and len(self._offsets) > 0
+                if news or now_s - reported_s >= limits.CLOCK_REPORT_INTERVAL_S:
+                    reported_s, reported_samples = now_s, len(self._offsets)
+                    self._report_clock()
+                elif self._chain.head != self._sealed_head:
+                    self._seal()
             await asyncio.sleep(limits.SEAL_INTERVAL_S)
-            if not self._bus.connected or self._stalled:
-                continue
-            if loop.time() - reported_s >= limits.CLOCK_REPORT_INTERVAL_S:
-                reported_s = loop.time()
-                await self._report_clock()
-            if self._chain.counter and self._chain.head != self._sealed_head:
-                self._seal()
 
-    async def _report_clock(self) -> None:
+    def _report_clock(self) -> None:
         """Publish what is known of the bus's clock, and bracket it once more with that publish."""
-        stored: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        low = max((offset[0] for offset in self._offsets), default=None)
-        high = min((offset[1] for offset in self._offsets), default=None)
-        sent_us = self._clock.now_us()
-
-        def on_stored(sequence: int) -> None:
-            if not stored.done():
-                stored.set_result(sequence)
-
+        offset = self.clock_offset_us
         self.emit(
             ClockReported(
                 service=self._service,
                 boot=self._clock.boot,
                 samples=len(self._offsets),
-                offset_us_min=low,
-                offset_us_max=high,
+                offset_us_min=None if offset is None else offset[0],
+                offset_us_max=None if offset is None else offset[1],
                 reported=self._clock.stamp(self._service),
             ),
-            on_stored,
+            self._bracketed(),
         )
-        try:
-            async with asyncio.timeout(limits.WRITER_ACK_TIMEOUT_S):
-                sequence = await stored
-            acknowledged_us = self._clock.now_us()
-            found = await self._bus.message(EVENTS.name, sequence)
-        except (TimeoutError, BusUnavailable):
-            return
+
+    def _bracketed(self) -> OnStored:
+        sent_us = self._clock.now_us()
+
+        def on_stored(sequence: int) -> None:
+            self._brackets.append((sequence, sent_us, self._clock.now_us()))
+
+        return on_stored
+
+    async def _look_for_ever(self) -> None:
+        """Look at the tape itself: when it stored the bracketed events, and how full it is."""
+        while True:
+            await asyncio.sleep(limits.TAPE_LOOK_INTERVAL_S)
+            if not self._bus.connected:
+                continue
+            try:
+                while self._brackets:
+                    await self._close_bracket(*self._brackets.popleft())
+                await self._look_at_room()
+            except BusUnavailable as error:
+                self._bus.log.warning("tape_not_looked_at", error=str(error))
+
+    async def _close_bracket(self, sequence: int, sent_us: int, acknowledged_us: int) -> None:
+        found = await self._bus.message(EVENTS.name, sequence)
         if found is None:
             return
         stored_us = found[2] // 1000
         # sent ≤ stored ≤ acknowledged, on the service's clock; so the bus is ahead of it by
-        # between stored − acknowledged and stored − sent. Only a few samples count, so that a
-        # stepped clock is forgotten within a minute.
-        self._offsets = [*self._offsets[-4:], (stored_us - acknowledged_us, stored_us - sent_us)]
+        # between stored − acknowledged and stored − sent.
+        self._offsets.append((self._now_s(), stored_us - acknowledged_us, stored_us - sent_us))
+
+    def _forget_old_brackets(self, now_s: float) -> None:
+        while self._offsets and now_s - self._offsets[0][0] > limits.CLOCK_SAMPLES_S:
+            self._offsets.popleft()
+
+    async def _look_at_room(self) -> None:
+        info = await self._bus.api(f"STREAM.INFO.{EVENTS.name}", {})
+        if "error" in info:
+            return
+        room = TapeRoom(int(info["state"]["bytes"]), int(info["config"]["max_bytes"]))
+        self.tape_room = room
+        reserve = min(limits.TAPE_ROOM_BYTES, room.bytes_max // 8)
+        nearly_full = 0 < room.bytes_max < room.bytes + reserve
+        self._window.narrow(1 if nearly_full else self._window.size_max)
+
+
+async def _ended(task: "asyncio.Task[None] | None") -> None:
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
