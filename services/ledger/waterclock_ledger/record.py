@@ -162,7 +162,7 @@ def _note_event(
     )
     if end is not None and sequence >= end:
         record.abandoned += 1
-    elif seen == "new" or (seen == "repeated" and head.reason == "rolled_back"):
+    elif seen == "new" or head.reason == "rolled_back":
         # After a rollback the first time may be among what was abandoned, so that the repetition
         # is the first on the tape; the fold drops it if it is not.
         apply(record.tapes[-1], envelope, sequence)
