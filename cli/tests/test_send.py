@@ -32,12 +32,10 @@ async def test_the_answer_then_the_outcome(mesh: FakeMesh, stream: bool) -> None
     out = io.StringIO()
     result = await send(mesh, out, stream=stream, deadline_ms=5000, language="en")
     text = out.getvalue()
-    assert text.startswith(
-        "Hello world\n\ncompleted (stop) by fake: 0 prompt and 2 output tokens\n"
-    )
-    assert (
-        f"receipt: request {result.id} admitted, number 1 of this tenant, event 1 of fake" in text
-    )
+    answer, _, outcome, receipt = text.splitlines()[:4]
+    assert answer == "Hello world"
+    assert outcome == "completed (stop) by fake: 0 prompt and 2 output tokens"
+    assert receipt.startswith(f"receipt: request {result.id} admitted, number 1 of this tenant, ")
     assert "queue clock" in text
     (submission,) = mesh.submissions
     assert (submission.stream, submission.deadline_ms, submission.language) == (stream, 5000, "en")
@@ -63,9 +61,8 @@ async def test_a_lost_attempt_is_said(mesh: FakeMesh) -> None:
     mesh.say(Delta(id=request_id, attempt=2, index=0, text="Hello", tokens=1))
     mesh.end(request_id, text="Hello")
     await task
-    assert out.getvalue().startswith(
-        "Goo\n[The worker was lost; the answer starts again.]\nHello\n"
-    )
+    said, _, again = out.getvalue().partition("[The worker was lost; the answer starts again.]\n")
+    assert (said, again.splitlines()[0]) == ("Goo\n", "Hello")
 
 
 async def test_an_answer_cannot_steer_the_terminal(mesh: FakeMesh) -> None:
@@ -154,7 +151,7 @@ def test_segments_that_do_not_sum_are_a_warning() -> None:
 
 def test_a_negative_segment_is_shown_and_said() -> None:
     lines = rendered(segments={"bus": -20, "decode": 1_233_520})
-    assert "bus                     -0.020 ms    the clocks disagree" in lines
+    assert "bus                     -0.020 ms  the clocks disagree" in lines
     assert not any("WARNING" in line for line in lines)
 
 
