@@ -41,7 +41,6 @@ requests_per_minute = 100000000
 tokens_per_minute = 100000000
 concurrency = 4096
 deadline_ms = 60000
-api_key_sha256 = ["{digest}"]
 
 [models.sim-8b]
 output_tokens_default = 16
@@ -68,12 +67,8 @@ class Bench:
     """One embedded mesh with an instant engine, and the generator beside it."""
 
     def __init__(self, folder: Path, *, sync_interval: str = "200ms") -> None:
-        import hashlib
-
         self.mesh = EmbeddedMesh(MeshOptions(data_dir=folder, sync_interval=sync_interval))
-        access = self.mesh._read_access()
-        digest = hashlib.sha256(access.tenants["acme"].api_key.encode()).hexdigest()
-        self.mesh.config_file.write_text(CONFIG.format(digest=digest))
+        self.mesh.configure(CONFIG)
 
     async def generate(self, over: str, seconds: float, warm_up_s: float, **given: Any) -> Any:
         """Run the generator; its figures, and each process's share of a core meanwhile."""

@@ -70,6 +70,17 @@ def doctor(*, data: Data = DATA_DIR, config: Path | None = None) -> None:
 
 
 @app.command
+def demo(
+    *,
+    data: Annotated[Path, Parameter(help="A new folder is made in it.")] = Path("waterclock-demo"),
+) -> None:
+    """A mesh, a load with a burst in it, and what the record says about it; about a minute."""
+    from waterclock.demo import run_demo
+
+    _run(run_demo(data, console))
+
+
+@app.command
 def replay(
     *,
     data: Data = DATA_DIR,

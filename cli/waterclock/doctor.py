@@ -13,8 +13,6 @@ from pathlib import Path
 from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
-from waterclock_admission.config import check as check_admission
-from waterclock_ledger.config import check as check_ledger
 
 from waterclock.mesh import (
     EmbeddedMesh,
@@ -23,10 +21,12 @@ from waterclock.mesh import (
     find_nats_server,
     find_valkey_server,
 )
+from waterclock_admission.config import read_config as check_admission
+from waterclock_ledger.config import check as check_ledger
 from waterclock_runtime.bus import BusSettings
 from waterclock_runtime.config import SettingsLoader
 from waterclock_runtime.service import ServiceSettings
-from waterclock_scheduler.config import check as check_scheduler
+from waterclock_scheduler.__main__ import check as check_scheduler
 from waterclock_worker.config import WorkerSettings
 
 DISK_FREE_BYTES_MIN = 1024**3

@@ -260,7 +260,7 @@ class EmbeddedMesh:
             ) from error
         self.access = self._read_access()
         if self.options.config is None and not self.config_file.exists():
-            self.config_file.write_text(default_config(self.access))
+            self.config_file.write_text(with_api_keys(default_config(), self.access), "utf-8")
         try:
             self.config = tomllib.loads(self.config_file.read_text(encoding="utf-8"))
         except (OSError, tomllib.TOMLDecodeError) as error:
@@ -274,6 +274,15 @@ class EmbeddedMesh:
         (self.data_dir / "up.json").write_text(
             json.dumps({"bus_url": self.bus_url, "http_url": self.http_url, "pid": os.getpid()})
         )
+
+    def configure(self, text: str) -> None:
+        """Write the folder's configuration: ``text``, with the hashes of new API keys put in.
+
+        For a folder in which nothing runs; a file that is there is replaced.
+        """
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self.access = self._read_access(list(tomllib.loads(text).get("tenants", {})))
+        self.config_file.write_text(with_api_keys(text, self.access), encoding="utf-8")
 
     def attach(self) -> None:
         """Read addresses, configuration and secrets of a mesh that another process runs.
@@ -484,9 +493,13 @@ class EmbeddedMesh:
             await asyncio.sleep(0.05)
 
 
-def default_config(access: Access) -> str:
-    """The default configuration with the hashes of this folder's API keys in it."""
-    text = importlib.resources.files("waterclock").joinpath("default.toml").read_text("utf-8")
+def default_config() -> str:
+    """The configuration that a new folder begins with."""
+    return importlib.resources.files("waterclock").joinpath("default.toml").read_text("utf-8")
+
+
+def with_api_keys(text: str, access: Access) -> str:
+    """A configuration with the hash of each tenant's API key in the tenant's table."""
     for tenant, secret in access.tenants.items():
         digest = hashlib.sha256(secret.api_key.encode()).hexdigest()
         header = f"[tenants.{tenant}]"
@@ -532,8 +545,7 @@ def find_valkey_server() -> str:
 
 
 def _default_tenants() -> list[str]:
-    text = importlib.resources.files("waterclock").joinpath("default.toml").read_text("utf-8")
-    return list(tomllib.loads(text)["tenants"])
+    return list(tomllib.loads(default_config())["tenants"])
 
 
 def _free_port(*preferred: int) -> int:
