@@ -261,20 +261,50 @@ class Model:
             counter, data = self.in_transit.pop(place % len(self.in_transit))
             self._store_own(counter, data)
 
+    def store_dispatch(self, name: str, *, attempt: int, worker: ModelWorker) -> None:
+        """A dispatch by the present leader that its board knows nothing of."""
+        admitted = self.state.requests["acme", name].admitted
+        self._store_own(
+            self._count(),
+            Dispatched(
+                tenant="acme",
+                id=name,
+                attempt=attempt,
+                worker=worker.life,
+                pool=worker.pool,
+                policy="fcfs",
+                place=0,
+                depth=1,
+                requests_sequence=admitted.requests_sequence,
+                body_commitment=admitted.body_commitment,
+                model=admitted.model,
+                tier=admitted.tier,
+                output_tokens_max=admitted.output_tokens_max,
+                deadline_us=admitted.deadline_us,
+                arrival=admitted.arrival,
+                received=admitted.received,
+                decided=admitted.decided,
+                dispatched=self.stamp(),
+            ),
+        )
+
     def repeat(self, place: int) -> None:
         """Store once more what was stored already, byte for byte."""
         if self.own_stored:
             self.store(self.own_stored[place % len(self.own_stored)])
 
     def turn(self, language: Any = "en") -> list[EventData]:
-        """One ordinary round: read, decide, store, read back."""
-        self.read()
-        self.give_features(language)
-        events = self.decide()
-        while self.in_transit:
-            self.deliver()
-        self.read()
-        return events
+        """Read, decide, store, read back, until there is nothing left to decide."""
+        events: list[EventData] = []
+        while True:
+            while self.in_transit:
+                self.deliver()
+            self.read()
+            self.give_features(language)
+            decided = self.decide()
+            if not decided:
+                return events
+            events += decided
 
     # --- the workers
 
@@ -373,13 +403,13 @@ class Model:
         for key, entry in board.entries.items():
             assert entry.request is self.state.requests[key]
             by_place[entry.place].add(key)
-            assert (entry.due is None) == (entry.place is Place.ENDING)
+            assert (entry.due is None) == (entry.place is Place.SETTLING)
         assert set(board.unread) <= by_place[Place.UNREAD]
         assert set(board.read) == by_place[Place.READ]
         assert set(board.stops) <= set.union(
             by_place[Place.UNREAD], by_place[Place.READ], by_place[Place.WAITING]
         )
-        assert len(board.due) == len(board.entries) - len(by_place[Place.ENDING])
+        assert len(board.due) == len(board.entries) - len(by_place[Place.SETTLING])
         in_line = {
             item[3:]
             for pool in board.pools.values()

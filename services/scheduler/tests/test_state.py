@@ -185,11 +185,10 @@ class Tape:
             id="a dispatch that its loss overtook",
         ),
         pytest.param(
-            [("dispatch", 1), ("expire", 0), ("lose", 1), ("complete", 1)],
-            [True, True, False, False],
-            id="the scheduler's end counts before the loss that it follows",
+            [("dispatch", 1), ("expire", 0), ("lose", 1), ("complete", 1), ("expire", 0)],
+            [True, False, True, False, True],
+            id="the scheduler ends nothing that a worker has",
         ),
-        pytest.param([("expire", 1)], [False], id="a scheduler's end has no attempt"),
         pytest.param(
             [("dispatch", 1), ("complete", 1), ("dispatch", 1), ("dispatch", 2)],
             [True, True, False, False],

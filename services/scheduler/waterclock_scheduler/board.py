@@ -57,8 +57,9 @@ class Place(IntEnum):
     """In a pool's line."""
     RUNNING = 3
     """A worker has it."""
-    ENDING = 4
-    """Its end is published and not read back."""
+    SETTLING = 4
+    """Its end, or the loss of its attempt, is published and not read back. Until then nothing
+    else is said about it: an end that overtook the loss before it would not count."""
 
 
 class Features(Struct, frozen=True):
@@ -302,11 +303,14 @@ class Board:
         self.lease_due_ns = now_ns + self.settings.scheduler.lease_ms * _MS
 
     def lose(self, life: str, reason: LossReason) -> None:
-        """Note that all attempts of a life are lost, those on their way to it included."""
-        for slots in (self.state.running.get(life, {}), self.flights.get(life, {})):
-            for slot, pool in slots.items():
-                if slot not in self.declared:
-                    self.losses.setdefault(slot, Loss(life, pool, reason))
+        """Note that all attempts of a life are lost.
+
+        Those on their way to it are lost when they are read back, if it has not come back by
+        then: a loss that overtook its dispatch would not count.
+        """
+        for slot, pool in self.state.running.get(life, {}).items():
+            if slot not in self.declared:
+                self.losses.setdefault(slot, Loss(life, pool, reason))
 
     # --- from whoever reads bodies
 
@@ -362,6 +366,8 @@ class Board:
             flights.pop(known.flight, None)
             if not flights:
                 del self.flights[known.life]
+            if known.life not in self.workers:
+                self.lose(known.life, "restarted" if known.life in self.ended_lives else "lease")
         if known.loss is not None:
             self.declared.pop(known.loss, None)
         if known.pool:
@@ -439,7 +445,7 @@ class Board:
                 pool = self.pools.get(entry.pool)
                 if pool is not None:
                     pool.running += 1
-            case Place.ENDING:
+            case Place.SETTLING:
                 return
         if place is not Place.RUNNING and (
             entry.request.cancel or entry.attempt >= self.settings.scheduler.attempts_max
@@ -447,6 +453,13 @@ class Board:
             self.stops[entry.key] = None
         grace_us = self.settings.scheduler.overdue_grace_ms * 1000
         due_us = admitted.deadline_us + (grace_us if place is Place.RUNNING else 0)
+        entry.due = (due_us, *entry.key)
+        self.due.add(entry.due)
+
+    def postpone(self, entry: Entry, due_us: int) -> None:
+        """Look at the entry again at ``due_us``, and leave it where it stands until then."""
+        assert entry.due is not None
+        self.due.remove(entry.due)
         entry.due = (due_us, *entry.key)
         self.due.add(entry.due)
 
@@ -475,8 +488,8 @@ class Board:
                 pool = self.pools.get(entry.pool)
                 if pool is not None:
                     pool.running -= 1
-            case Place.ENDING:
-                raise AssertionError("an entry that ends is in no table")
+            case Place.SETTLING:
+                raise AssertionError("what settles is in no table")
         self.stops.pop(entry.key, None)
 
     def _stand_in_line(self, entry: Entry) -> None:

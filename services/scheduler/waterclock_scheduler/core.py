@@ -91,7 +91,8 @@ def _lose_attempts(board: Board, now: Stamp, events: list[EventData], room: int)
 
 
 def _lose(board: Board, slot: Slot, loss: Loss, now: Stamp, events: list[EventData]) -> None:
-    """Declare one attempt lost; its request waits again, if the attempt was its current one."""
+    """Declare one attempt lost. If it was the current one, its request waits again when the
+    loss has been read back."""
     tenant, request_id, attempt = slot
     events.append(
         AttemptLost(
@@ -107,7 +108,7 @@ def _lose(board: Board, slot: Slot, loss: Loss, now: Stamp, events: list[EventDa
     board.declared[slot] = None
     entry = board.entries.get((tenant, request_id))
     if entry is not None and entry.place is Place.RUNNING and entry.attempt == attempt:
-        board.put(entry, Place.WAITING)
+        board.put(entry, Place.SETTLING)
 
 
 def _stop(board: Board, now: Stamp, events: list[EventData], room: int) -> None:
@@ -131,7 +132,7 @@ def _stop(board: Board, now: Stamp, events: list[EventData], room: int) -> None:
                     ended=now,
                 )
             )
-        board.put(entry, Place.ENDING)
+        board.put(entry, Place.SETTLING)
 
 
 def _expire(board: Board, now: Stamp, events: list[EventData], room: int) -> None:
@@ -142,15 +143,20 @@ def _expire(board: Board, now: Stamp, events: list[EventData], room: int) -> Non
         entry = board.entries[due[1:]]
         admitted = entry.request.admitted
         if entry.place is Place.RUNNING:
-            # The worker lives and has not ended what it should have: it has lost it.
             slot = (admitted.tenant, admitted.id, entry.attempt)
+            if slot in board.flights.get(entry.worker, ()):
+                # Not even the dispatch has come back, so nothing can be said about the worker.
+                grace_us = board.settings.scheduler.overdue_grace_ms * 1000
+                board.postpone(entry, now.wall_us + grace_us)
+                continue
+            # The worker lives and has not ended what it should have: it has lost it.
             board.losses.pop(slot, None)
             _lose(board, slot, Loss(entry.worker, entry.pool, "lease"), now, events)
             continue
         events.append(
             Expired(tenant=admitted.tenant, id=admitted.id, attempt=0, phase="queued", ended=now)
         )
-        board.put(entry, Place.ENDING)
+        board.put(entry, Place.SETTLING)
 
 
 def _enqueue(board: Board, now: Stamp, events: list[EventData], room: int) -> None:
@@ -220,7 +226,7 @@ def _refuse(
             decided=now,
         )
     )
-    board.put(entry, Place.ENDING)
+    board.put(entry, Place.SETTLING)
 
 
 def _dispatch(board: Board, pool: Pool, now: Stamp, events: list[EventData], room: int) -> None:

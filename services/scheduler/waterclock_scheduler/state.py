@@ -9,14 +9,13 @@ holds the same state. Rules:
    fence of that service seen earlier on the tape. The first ``scheduler_elected`` of a fence
    names the leader; a second one of the same fence has lost.
 3. A request's current attempt is the newest dispatched one, unless that was declared lost.
-   A worker's terminal event counts if it is of the current attempt and comes from its
-   worker. A scheduler's terminal event (attempt 0, no worker) counts for any open request: the
-   scheduler ends only what it has not given away, but its events may change places on the
-   tape, and then the loss that comes before the end stands behind it.
+   A worker's terminal event counts if it is of the current attempt, a scheduler's (which names
+   no worker) if there is no current attempt. The first that counts ends the request.
 4. A slot of a worker is taken by a ``dispatched`` and freed by the attempt's terminal event or
    loss, whether or not these count for the request: a superseded attempt runs all the same.
-5. Own events may change places: a later attempt before an earlier one, a dispatch before its
-   ``enqueued``, a loss before its dispatch. What is the newest is told by attempt numbers.
+5. Events of a scheduler may change places when the bus breaks: a later attempt before an
+   earlier one, a dispatch before its ``enqueued``, a loss before its dispatch. What is the
+   newest is told by attempt numbers.
 """
 
 from collections.abc import Callable
@@ -240,7 +239,9 @@ def _admitted(state: TapeState, data: Admitted) -> bool:
 def _rejected(state: TapeState, data: Rejected) -> bool:
     key = (data.tenant, data.id)
     request = state.requests.get(key)
-    if request is None or request.admitted.requests_sequence != data.requests_sequence:
+    if request is None or request.running:
+        return False
+    if request.admitted.requests_sequence != data.requests_sequence:
         return False
     _end(state, key, request)
     return True
@@ -315,8 +316,10 @@ def _terminal(state: TapeState, data: TerminalData) -> bool:
     request = state.requests.get(key)
     if request is None:
         return False
-    current = (request.attempt, request.worker) if request.running else None
-    if (data.attempt, data.worker) != (current if data.worker else (0, "")):
+    if data.worker:
+        if not request.running or data.attempt != request.attempt:
+            return False
+    elif request.running:
         return False
     if isinstance(data, Completed):
         _learn(state, request.admitted, data)
