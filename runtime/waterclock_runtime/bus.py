@@ -122,6 +122,7 @@ class Wire(Protocol):
     async def wait_connected(self) -> None: ...
     async def api(self, action: str, request: Mapping[str, Any]) -> dict[str, Any]: ...
     async def message(self, stream: str, sequence: int) -> tuple[str, bytes, int] | None: ...
+    def fail(self, error: Exception) -> None: ...
 
 
 class _Stored(Struct):
@@ -248,6 +249,7 @@ class Bus:
         connecting = False
         bus.listen(f"{bus._inbox}.*.*", bus._on_numbered)
         bus._sweeper = asyncio.create_task(bus._sweep(), name="bus-sweeper")
+        bus._sweeper.add_done_callback(bus._on_sweeper_ended)
         bus._up.set()
         return bus
 
@@ -588,6 +590,11 @@ class Bus:
             self.log.error("bus_closed", error=repr(self.nc.last_error))
         self.closed.set()
         self._up.set()
+
+    def _on_sweeper_ended(self, task: "asyncio.Task[None]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self.fail(error)
 
     def _call(self, callbacks: list[Callable[[], None]]) -> None:
         for callback in list(callbacks):

@@ -110,6 +110,8 @@ class EventWriter:
             asyncio.create_task(self._seal_for_ever(), name="writer-sealer"),
             asyncio.create_task(self._look_for_ever(), name="writer-looker"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._on_task_ended)
 
     @property
     def name(self) -> str:
@@ -192,8 +194,10 @@ class EventWriter:
         sweeper, *others = self._tasks or [None]
         for task in others:
             await _ended(task)
-        if self._chain.counter:
-            self._seal(last=True)
+        # Where too much waits already, the chain ends without a seal.
+        with contextlib.suppress(BusUnavailable):
+            if self._chain.counter:
+                self._seal(last=True)
         # The sweeper goes on until the end: it is what tries again.
         stored = await self.drain(wait_s)
         await _ended(sweeper)
@@ -210,6 +214,12 @@ class EventWriter:
             writer=f"{self._service}-{secrets.token_hex(6)}",
             key=self._key,
         )
+
+    def _on_task_ended(self, task: "asyncio.Task[None]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            # A writer that does not look after its events any more must not go on.
+            self._bus.fail(error)
 
     # Sending.
 
@@ -308,7 +318,8 @@ class EventWriter:
         reported_s = float("-inf")
         reported_samples = 0
         while True:
-            if self._bus.connected and not self._stalled:
+            # What it says of itself does not queue up behind what the service says.
+            if self._bus.connected and not self._stalled and self._room.is_set():
                 now_s = self._now_s()
                 self._forget_old_brackets(now_s)
                 news = reported_samples == 0 and len(self._offsets) > 0

@@ -9,7 +9,7 @@ import structlog
 from structlog.testing import CapturingLogger
 
 from waterclock_proto.envelope import Envelope, decode_event
-from waterclock_proto.events import EventData, Started
+from waterclock_proto.events import EventData, Failed, Started
 from waterclock_proto.stamps import Stamp
 from waterclock_runtime.bus import Bus, BusSettings
 from waterclock_runtime.clock import Clock
@@ -90,13 +90,19 @@ class Account:
         self.messages: list[TapeMessage] = []
         self.envelopes: list[Envelope[EventData]] = []
         self.empty_batches = 0
+        self.largest_batch = 0
+        self._ids: dict[str, None] = {}
 
     def take(self, batch: Sequence[TapeMessage]) -> None:
         if not batch:
             self.empty_batches += 1
+        self.largest_batch = max(self.largest_batch, len(batch))
         for message in batch:
             self.messages.append(message)
-            self.envelopes.append(decode_event(message.subject, message.payload))
+            envelope = decode_event(message.subject, message.payload)
+            self.envelopes.append(envelope)
+            if isinstance(envelope.data, Started | Failed):
+                self._ids.setdefault(envelope.data.id)
 
     @property
     def sequences(self) -> list[int]:
@@ -107,8 +113,13 @@ class Account:
         return list(dict.fromkeys(env.counter for env in self.envelopes if env.writer == writer))
 
     def ids(self) -> list[str]:
-        """Ids of the ``started`` events, each once, in the order of the tape."""
-        return list(dict.fromkeys(e.data.id for e in self.envelopes if isinstance(e.data, Started)))
+        """Ids of the tests' own events, each once, in the order of the tape."""
+        return list(self._ids)
+
+    @property
+    def last_id(self) -> str:
+        """The newest of ``ids``."""
+        return next(reversed(self._ids), "")
 
     def repetitions(self) -> int:
         """Events that stand on the tape again; they must be the same bytes."""
