@@ -96,11 +96,6 @@ class Allowances:
                 at_us=now_us,
             )
         level.refill(terms, now_us)
-        members = self._open[tenant]
-        if terms.concurrency and len(members) >= terms.concurrency:
-            now_ms = level.at_us // 1000
-            for member in [m for m, expires_us in members.items() if expires_us // 1000 <= now_ms]:
-                del members[member]
         return level
 
     def _ask(self, ask: Ask) -> BudgetAnswer:
@@ -108,10 +103,14 @@ class Allowances:
         level = self._levels[ask.tenant]
         members = self._open[ask.tenant]
         # In whole milliseconds, as the script's sorted set has them.
-        if members.get(ask.member, 0) // 1000 > level.at_us // 1000:
+        now_ms = level.at_us // 1000
+        if members.get(ask.member, 0) // 1000 > now_ms:
             return _GRANTED
         if terms.concurrency and len(members) >= terms.concurrency:
-            return _CONCURRENCY
+            for member in [m for m, expires_us in members.items() if expires_us // 1000 <= now_ms]:
+                del members[member]
+            if len(members) >= terms.concurrency:
+                return _CONCURRENCY
         if terms.requests_per_minute and level.requests < UNITS:
             return BudgetAnswer(
                 outcome="requests_per_minute",

@@ -9,6 +9,7 @@ world (acknowledgement, receipt) is told only when the event has come back.
 import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -52,6 +53,7 @@ from waterclock_proto.stamps import Stamp, bus_stamp
 from waterclock_runtime.tape import RequestMessage
 
 Decided = Admitted | Rejected | Resubmitted
+CancelReason = Literal["producer", "disconnect"]
 
 MALFORMED_REASONS = frozenset(
     {"malformed", "unknown_field", "invalid_field", "empty_body", "body_too_large"}
@@ -121,8 +123,7 @@ class Clerk:
         self._held_since_us = 0
         self._per_second: Counter[tuple[str, str]] = Counter()
         self._second = 0
-        self.dropped: Counter[str] = Counter()
-        """Cancels and claims that made no event, by why."""
+        self._dropped: Counter[str] = Counter()
         self.folded = 0
         """Malformed submissions that share an event with others."""
 
@@ -268,36 +269,41 @@ class Clerk:
         """Submissions on the desk or in events that have not come back."""
         return len(self._sequences)
 
+    def take_dropped(self) -> Counter[str]:
+        """Cancels and claims that made no event since the last call, by why."""
+        dropped, self._dropped = self._dropped, Counter()
+        return dropped
+
     # --- what else producers say
 
     def cancel(
-        self, tenant: str, request_id: str, payload: bytes, requested: Stamp
+        self, tenant: str, request_id: str, reason: CancelReason, requested: Stamp
     ) -> Written | None:
         """An event for the first cancel of a request that has not ended; else None."""
         if tenant not in self._terms or not _NAME.match(request_id):
-            self.dropped["cancel_of_nobody"] += 1
+            self._dropped["cancel_of_nobody"] += 1
             return None
         key = f"{tenant}.{request_id}"
         request = self._fold.open.get(key)
         if key in self._cancelling or (request is not None and request.cancelled):
-            self.dropped["cancel_repeated"] += 1
+            self._dropped["cancel_repeated"] += 1
             return None
         if request is None and key not in self._admitting:
             if key in self._fold.cancelled_early:
-                self.dropped["cancel_repeated"] += 1
+                self._dropped["cancel_repeated"] += 1
                 return None
             if self._fold.known(tenant, request_id) is not None:
-                self.dropped["cancel_after_end"] += 1
+                self._dropped["cancel_after_end"] += 1
                 return None
             if self._over(tenant, "cancel", limits.CANCELS_UNKNOWN_PER_S, requested.wall_us):
-                self.dropped["cancel_flood"] += 1
+                self._dropped["cancel_flood"] += 1
                 return None
         self._cancelling.add(key)
         return Written(
             data=CancelRequested(
                 tenant=tenant,
                 id=request_id,
-                reason="disconnect" if payload == DISCONNECT else "producer",
+                reason=reason,
                 requested=requested,
             ),
             messages=[],
@@ -306,23 +312,23 @@ class Clerk:
     def claim(self, tenant: str, payload: bytes, quoted: Stamp) -> Written | None:
         """An event for the first statement of a producer about a request; else None."""
         if tenant not in self._terms or len(payload) > DELIVERED_BYTES_MAX:
-            self.dropped["claim_refused"] += 1
+            self._dropped["claim_refused"] += 1
             return None
         if self._over(tenant, "claim", limits.DELIVERED_PER_S, quoted.wall_us):
-            self.dropped["claim_flood"] += 1
+            self._dropped["claim_flood"] += 1
             return None
         try:
             claim = _CLAIM_DECODER.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self.dropped["claim_refused"] += 1
+            self._dropped["claim_refused"] += 1
             return None
         key = f"{tenant}.{claim.id}"
         known = self._fold.known(tenant, claim.id)
         if known is None:
-            self.dropped["claim_of_unknown"] += 1
+            self._dropped["claim_of_unknown"] += 1
             return None
         if known.delivered or key in self._delivering:
-            self.dropped["claim_repeated"] += 1
+            self._dropped["claim_repeated"] += 1
             return None
         self._delivering.add(key)
         return Written(
@@ -653,9 +659,6 @@ def _edge_stamp(message: RequestMessage) -> Stamp | None:
 def _sequence_of(case: Case) -> int:
     return case.message.sequence
 
-
-DISCONNECT = b'{"reason":"disconnect"}'
-"""What the edge publishes to cancel for a client that went away."""
 
 _NAME = re.compile(NAME_PATTERN)
 _STAMP_DECODER = msgspec.json.Decoder(Stamp)

@@ -1,7 +1,7 @@
 """Every bound of admission, with its reason. What services share stands in the runtime."""
 
 from waterclock_proto.subjects import ANSWERS, DEADLINE_S_MAX, HOUR_S, REQUESTS
-from waterclock_runtime.limits import PULL_ACK_PENDING_MAX, PULL_ACK_WAIT_S
+from waterclock_runtime.limits import PULL_ACK_PENDING_MAX, PULL_ACK_WAIT_S, STOP_GRACE_S
 
 # --- what is remembered
 
@@ -16,6 +16,8 @@ GENERATIONS = 16
 FORGET_AFTER_S = REQUESTS.max_age_s
 """After that not even the body could be read again, so the id is free."""
 FINAL_KEPT_S = ANSWERS.max_age_s
+RECEIPTS_AGAIN_US = 5_000_000
+"""After an election receipts of submissions that were stored so lately are sent again."""
 RECENT_DECISIONS = 4_096
 """Decided submissions whose event can be found again, to send a receipt once more."""
 # Whatever the bus may still redeliver must be among them.
@@ -31,6 +33,10 @@ WINDOWS_MAX = 16
 
 BATCH_MAX = 256
 """Submissions decided together: one call to the budgets, a few milliseconds of work."""
+BATCH_BYTES_MAX = 4_000_000
+"""The same for large bodies, which take about a millisecond a megabyte."""
+FOLD_BATCH_MAX = 512
+"""Events folded in before others get their turn."""
 ERRANDS_MAX = 4_096
 ERRANDS_AT_ONCE = 16
 """Reads from streams (finals, events) that nobody's decision waits for."""
@@ -76,14 +82,23 @@ assert PER_MINUTE_MAX * 60_000_000 < 2**53
 # --- time
 
 ELECTION_WAIT_S = 30.0
+"""After that admission says that it waits; it waits on, for the tape may be full."""
+TICK_S = 0.1
+TICKS_A_SECOND = 10
+REQUESTS_LOOKED_AT_S = 60
+"""How often admission asks which submissions have left REQUESTS by age."""
 SNAPSHOT_S = 60
 WINDOW_US = 60_000_000
 WINDOW_GRACE_US = 2_000_000
 """A window is closed when so much has passed since its end, for events still on their way."""
 NUMBERS_SAID_AGAIN_S = 24 * HOUR_S
 """A tenant's last number is written down again this often, so that it outlives the tape's age."""
-READ_BACK_WAIT_S = 4.0
+READ_BACK_WAIT_S = 3.0
 """When leaving: how long own events may take to come back."""
+DRAIN_WAIT_S = 4.0
+"""When leaving: how long answers that are being sent may take."""
+# Both, and a snapshot, come before the runtime stops waiting.
+assert READ_BACK_WAIT_S + DRAIN_WAIT_S < STOP_GRACE_S - 1
 ANSWER_GRACE_S = 5.0
 """The edge waits for a final answer so long after the deadline, then gives up by itself."""
 

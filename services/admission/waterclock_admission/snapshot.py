@@ -40,6 +40,7 @@ class Restored(Struct, frozen=True, kw_only=True):
     fold: Fold
     last_payload: bytes
     """What stood on the tape at ``fold.position``."""
+    last_stored_ns: int
     owed: tuple[Owed, ...]
 
 
@@ -56,6 +57,7 @@ class _Image(Struct, frozen=True, kw_only=True):
     version: int
     position: int
     last_payload: bytes
+    last_stored_ns: int
     owed: tuple[Owed, ...]
     now_us: int
     incarnation: str
@@ -94,7 +96,9 @@ class Snapshots:
         self._names: dict[int, str] = {}
         """Slice → its SHA-256 when it was last prepared."""
 
-    def prepare(self, fold: Fold, *, last_payload: bytes, owed: tuple[Owed, ...]) -> Prepared:
+    def prepare(
+        self, fold: Fold, *, last_payload: bytes, last_stored_ns: int, owed: tuple[Owed, ...]
+    ) -> Prepared:
         """Copy the fold into bytes. The next call leaves out what has not changed since."""
         slices: dict[str, bytes] = {}
         files: list[_SliceFile] = []
@@ -114,6 +118,7 @@ class Snapshots:
                 version=VERSION,
                 position=fold.position,
                 last_payload=last_payload,
+                last_stored_ns=last_stored_ns,
                 owed=owed,
                 now_us=fold.now_us,
                 incarnation=fold.incarnation,
@@ -162,6 +167,11 @@ class Snapshots:
             if path.name not in prepared.wanted:
                 path.unlink(missing_ok=True)
 
+    def discard(self) -> None:
+        """Take the snapshot out of the way; it is of no use any more."""
+        (self._folder / FILE).unlink(missing_ok=True)
+        self._names.clear()
+
     def load(self, *, ended_requests_max: int) -> Restored | None:
         """The snapshot, or None if there is none.
 
@@ -201,7 +211,12 @@ class Snapshots:
             fold.open_by_tenant[request.tenant] = fold.open_by_tenant.get(request.tenant, 0) + 1
         fold.ended.restore([self._load_slice(file) for file in image.slices])
         self._names = {file.name: file.sha256 for file in image.slices}
-        return Restored(fold=fold, last_payload=image.last_payload, owed=image.owed)
+        return Restored(
+            fold=fold,
+            last_payload=image.last_payload,
+            last_stored_ns=image.last_stored_ns,
+            owed=image.owed,
+        )
 
     def _decode(self, contents: bytes) -> _Image:
         if len(contents) < 32 or hashlib.sha256(contents[32:]).digest() != contents[:32]:
