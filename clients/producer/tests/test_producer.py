@@ -243,6 +243,19 @@ async def test_a_refused_question_is_put_again_and_ends_nothing(
         ]
 
 
+async def test_a_refusal_of_somebody_elses_submission_ends_nothing(
+    connected, mesh: FakeMesh
+) -> None:
+    mesh._answer = lambda _: Answer(lost=True)
+    async with connected() as producer:
+        handle = await producer.submit(id="r1", prompt="hi")
+        await settle()
+        mesh._reject("r1", 77, "id_reused", None)
+        assert not handle.ended
+        mesh.end("r1", text="mine")
+        assert (await handle.result()).text == "mine"
+
+
 async def test_cancelling_is_said_again_after_a_gap(connected, mesh: FakeMesh) -> None:
     mesh._answer = lambda _: Answer(lost=True)
     async with connected() as producer:

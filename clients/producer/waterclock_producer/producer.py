@@ -640,17 +640,20 @@ class Producer:
 
     def _judge(self, handle: Handle, receipt: Receipt) -> None:
         """What a receipt means for a request that is open here."""
-        resuming = handle.resuming and receipt.requests_sequence != handle.stored_sequence
         if receipt.outcome == "resubmitted":
             handle.resuming = False
             if receipt.resubmitted_outcome == "gone":
                 due_ns = self.clock.mono_ns() + GONE_GRACE_MS * _NS_PER_MS
                 self._schedule(due_ns, "gone", handle)
         elif receipt.outcome == "rejected":
-            # A refused question says nothing about the request, unless it says that there is none.
-            if not resuming or receipt.reason == "unknown_request":
+            unknown = handle.resuming and receipt.reason == "unknown_request"
+            if receipt.requests_sequence == handle.stored_sequence or unknown:
                 self._end(handle, _refused(receipt))
                 return
+            if not handle.resuming:
+                # Somebody else of this tenant used the id for another body.
+                return
+            # Only the question was refused, and that says nothing about the request.
             handle.resuming = False
             if handle.resume_tries < RESUME_TRIES_MAX:
                 again_ms = receipt.retry_after_ms or RESUME_AGAIN_MS
