@@ -150,6 +150,7 @@ def test_where_a_record_begins_in_the_middle_a_writer_may_too() -> None:
     assert read([4, 5, 6], open_start=True).breaks == []
     assert read([4, 5, 6], open_start=True).tails == []
     assert [t.missing_last for t in read([4, 6], open_start=True).tails] == [5]
+    assert read([5, 4, 6], open_start=True).breaks == []
 
 
 def test_an_event_that_names_none_before_it_is_a_break() -> None:

@@ -78,8 +78,12 @@ class Chains:
         if writer is None:
             writer = self._writers[envelope.writer] = _Writer()
             if self._open_start:
-                writer.next, writer.head = envelope.counter, previous
+                writer.first = writer.next = envelope.counter
+                writer.head = previous
         counter = envelope.counter
+        if counter < writer.first:
+            # Stored behind its successor, just where the record begins: nothing to link it to.
+            return "new"
         if counter < writer.next or counter in writer.ahead:
             return self._repeated(writer, envelope, sha256, sequence)
         self._check_seal(envelope, previous, sequence)
@@ -278,10 +282,10 @@ class _Ahead(Struct, frozen=True):
 class _Writer:
     """One chain: what comes next, what is ahead of that, and what was said lately."""
 
-    __slots__ = ("_lately", "_lately_from", "ahead", "ahead_since_ns", "head", "next")
+    __slots__ = ("_lately", "_lately_from", "ahead", "ahead_since_ns", "first", "head", "next")
 
     def __init__(self) -> None:
-        self.next = 0
+        self.first = self.next = 0
         self.head = CHAIN_START
         self.ahead: dict[int, _Ahead] = {}
         self.ahead_since_ns = 0

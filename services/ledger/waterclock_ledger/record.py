@@ -26,6 +26,7 @@ from waterclock_ledger.files import (
 )
 from waterclock_ledger.fold import SETTLE_SEQUENCES, Tape, apply
 from waterclock_proto.envelope import EventRefused, decode_event
+from waterclock_proto.leaves import Leaf
 
 UNREADABLE_NAMED_MAX: Final = 20
 """So many events that cannot be read are named; all are counted."""
@@ -84,6 +85,7 @@ def read_record(data_dir: Path, *, settle_after: int | None = SETTLE_SEQUENCES) 
 def _read(data_dir: Path, heads: list[LogHead], settle_after: int | None) -> Record:
     first = heads[0].first_sequence
     hasher = hashlib.sha256()
+    seen_on_tape: Chains | None = None
     record = Record(
         parts=[],
         tapes=[],
@@ -96,6 +98,9 @@ def _read(data_dir: Path, heads: list[LogHead], settle_after: int | None) -> Rec
     for head, end in zip(heads, effective_ends(heads), strict=True):
         if head.reason != "rolled_back" or not record.tapes:
             record.tapes.append(Tape(open_start=head.first_sequence > 1, settle_after=settle_after))
+            # What was said twice is known from the writers' chains. A writer may have said on one
+            # tape what it repeats on the next, so where there are several, each has its own count.
+            seen_on_tape = Chains() if len(heads) > 1 else None
         part = Part(head=head)
         record.parts.append(part)
         reader = open_reader(data_dir, head)
@@ -106,9 +111,8 @@ def _read(data_dir: Path, heads: list[LogHead], settle_after: int | None) -> Rec
                 if leaf.hole:
                     _note_hole(record, leaf.sequence)
                 else:
-                    _note_event(
-                        record, head, end, leaf.sequence, leaf.stored_ns, leaf.subject, leaf.payload
-                    )
+                    abandoned = end is not None and leaf.sequence >= end
+                    _note_event(record, leaf, seen_on_tape, abandoned=abandoned)
         part.sha256 = hasher.copy().hexdigest()
         record.torn = record.torn or reader.torn
         record.head_sequence = head.first_sequence + part.leaves - 1
@@ -138,31 +142,26 @@ def _note_hole(record: Record, sequence: int) -> None:
 
 
 def _note_event(
-    record: Record,
-    head: LogHead,
-    end: int | None,
-    sequence: int,
-    stored_ns: int,
-    subject: str,
-    payload: bytes,
+    record: Record, leaf: Leaf, seen_on_tape: Chains | None, *, abandoned: bool
 ) -> None:
     record.events += 1
     try:
-        envelope = decode_event(subject, payload)
+        envelope = decode_event(leaf.subject, leaf.payload)
     except EventRefused as error:
         record.unreadable += 1
         if len(record.unreadable_named) < UNREADABLE_NAMED_MAX:
             text = str(error)[:UNREADABLE_CHARACTERS_MAX]
-            record.unreadable_named.append(f"sequence {sequence}: {text}")
+            record.unreadable_named.append(f"sequence {leaf.sequence}: {text}")
         return
     kind = envelope.data.TYPE
     record.events_by_type[kind] = record.events_by_type.get(kind, 0) + 1
-    seen = record.chains.observe(
-        envelope, hashlib.sha256(payload).digest(), sequence=sequence, stored_ns=stored_ns
-    )
-    if end is not None and sequence >= end:
+    sha256 = hashlib.sha256(leaf.payload).digest()
+    at = {"sequence": leaf.sequence, "stored_ns": leaf.stored_ns}
+    seen = record.chains.observe(envelope, sha256, **at)
+    if abandoned:
         record.abandoned += 1
-    elif seen == "new" or head.reason == "rolled_back":
-        # After a rollback the first time may be among what was abandoned, so that the repetition
-        # is the first on the tape; the fold drops it if it is not.
-        apply(record.tapes[-1], envelope, sequence)
+        return
+    if seen_on_tape is not None:
+        seen = seen_on_tape.observe(envelope, sha256, **at)
+    if seen == "new":
+        apply(record.tapes[-1], envelope, leaf.sequence)
