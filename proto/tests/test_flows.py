@@ -1,6 +1,7 @@
 """The tables agree with each other, and with what the docstrings say."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -85,3 +86,8 @@ def test_the_table_has_a_line_for_every_event() -> None:
         in lines
     )
     assert all(line.count("|") == 5 for line in lines)
+
+
+def test_the_architecture_page_has_this_table() -> None:
+    page = (Path(__file__).resolve().parents[2] / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert event_table() in page, "put the output of `python -m waterclock_proto.flows` there"
