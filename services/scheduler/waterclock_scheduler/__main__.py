@@ -1,6 +1,7 @@
 """Wiring: ``python -m waterclock_scheduler``."""
 
 from waterclock_runtime.config import SettingsLoader
+from waterclock_runtime.service import ServiceContext, run_service
 from waterclock_scheduler.config import (
     LadderSettings,
     PoolSettings,
@@ -8,6 +9,7 @@ from waterclock_scheduler.config import (
     Settings,
     mistakes_of,
 )
+from waterclock_scheduler.service import Scheduler
 
 
 def settings_of(loader: SettingsLoader) -> Settings | None:
@@ -27,3 +29,21 @@ def settings_of(loader: SettingsLoader) -> Settings | None:
 def check(loader: SettingsLoader) -> None:
     """Note what is wrong, before anything is connected."""
     settings_of(loader)
+
+
+async def serve(context: ServiceContext) -> None:
+    """Run the scheduler."""
+    settings = settings_of(context.loader)
+    context.loader.finish()
+    assert settings is not None
+    scheduler = await Scheduler.open(context, settings)
+    await scheduler.run()
+
+
+def main() -> None:
+    """The process."""
+    run_service("scheduler", serve, check=check)
+
+
+if __name__ == "__main__":
+    main()

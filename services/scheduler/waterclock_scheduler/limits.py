@@ -2,13 +2,13 @@
 
 from typing import Final
 
-from waterclock_runtime.limits import BEAT_INTERVAL_MS, WRITER_WINDOW
+from waterclock_runtime.limits import BEAT_INTERVAL_MS, WRITER_WINDOW_MAX
 
-COUNTERS_REMEMBERED: Final = 4_096
+COUNTERS_REMEMBERED: Final = 8_192
 """How far behind a writer's newest counter a repetition is still recognised; what lies further
-back counts as a repetition. A writer repeats only what is in its window."""
-# Twice the window, because a writer may go over its window by what it decides at once.
-assert COUNTERS_REMEMBERED >= 2 * WRITER_WINDOW
+back counts as a repetition."""
+# A writer repeats what is on its way, and no more than its window is at once.
+assert COUNTERS_REMEMBERED > WRITER_WINDOW_MAX
 
 WRITERS_MAX: Final = 2_048
 """Writers whose counters are remembered. When full, the half that was silent longest goes."""
