@@ -1,12 +1,10 @@
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from waterclock_producer import Producer
 from waterclock_producer.fake import FakeMesh, ManualClock
-
-Connect = Callable[..., "object"]
 
 
 @pytest.fixture
