@@ -436,7 +436,7 @@ class Bus:
         found = (await self._get(stream, [request]))[0]
         if found is None:
             return None
-        return found.data, int((found.headers or {}).get("Nats-Sequence", "0"))
+        return found.data, int((found.headers or {}).get(_SEQUENCE_HEADER, "0"))
 
     async def final(self, tenant: str, request_id: str) -> bytes | None:
         """The final answer of a request while ANSWERS keeps it."""
@@ -498,7 +498,7 @@ class Bus:
             )
         new_tape = False
         for spec in STREAMS:
-            wanted = self._stream_config(spec)
+            wanted = self.stream_config(spec)
             # Looked at first: sizes may have been changed since, and a create that differs from
             # what exists is refused, for its name or for its size.
             info = await self.api(f"STREAM.INFO.{spec.name}", {})
@@ -629,7 +629,8 @@ class Bus:
 
     # Streams' configuration.
 
-    def _stream_config(self, spec: StreamSpec) -> dict[str, Any]:
+    def stream_config(self, spec: StreamSpec) -> dict[str, Any]:
+        """What is asked for when the stream has to be made."""
         age_s = self.settings.events_age_s_max if spec is EVENTS else spec.max_age_s
         bytes_max = {
             EVENTS.name: self.settings.events_bytes_max,
@@ -702,7 +703,7 @@ class Bus:
         )
         return [
             message
-            if (message.headers or {}).get("Status") is None
+            if _is_message(message)
             else await self._get_from_leader(stream, request, message)
             for request, message in zip(requests, found, strict=True)
         ]
@@ -724,7 +725,7 @@ class Bus:
             data=base64.b64decode(found.get("data", "")),
             headers={
                 "Nats-Subject": found["subject"],
-                "Nats-Sequence": str(found["seq"]),
+                _SEQUENCE_HEADER: str(found["seq"]),
                 "Nats-Time-Stamp": found["time"],
             },
         )
@@ -925,9 +926,18 @@ def url_without_secrets(urls: str) -> str:
     return ",".join(shown)
 
 
+def _is_message(message: Msg) -> bool:
+    """Whether a direct get found a message.
+
+    A stored message brings its own headers along, and a tenant writes what it likes into them,
+    ``Status`` included. Only ``Nats-Sequence`` is always the bus's own.
+    """
+    return _SEQUENCE_HEADER in (message.headers or {})
+
+
 def _is_answer(message: Msg) -> bool:
     # 503: nobody answers yet, after a restart of the bus.
-    return (message.headers or {}).get("Status") != "503"
+    return _is_message(message) or (message.headers or {}).get("Status") != "503"
 
 
 def _advice(stream: str, error: Mapping[str, Any]) -> str:
@@ -967,6 +977,7 @@ def _drive(coroutine: Coroutine[Any, Any, T]) -> T:
 
 STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
+_SEQUENCE_HEADER = "Nats-Sequence"
 _STREAM_NAME_IN_USE = 10058
 _SUBJECTS_OVERLAP = 10065
 _NOT_YET = (10008, 10009)
