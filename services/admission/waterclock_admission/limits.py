@@ -95,10 +95,12 @@ NUMBERS_SAID_AGAIN_S = 24 * HOUR_S
 """A tenant's last number is written down again this often, so that it outlives the tape's age."""
 READ_BACK_WAIT_S = 3.0
 """When leaving: how long own events may take to come back."""
+SETTLE_WAIT_S = 1.0
+"""When leaving: how long HTTP requests may wait for the decision that they came for."""
 DRAIN_WAIT_S = 4.0
 """When leaving: how long answers that are being sent may take."""
-# Both, and a snapshot, come before the runtime stops waiting.
-assert READ_BACK_WAIT_S + DRAIN_WAIT_S < STOP_GRACE_S - 1
+# All that, a snapshot and the end of the server come before the runtime stops waiting.
+assert SETTLE_WAIT_S + max(READ_BACK_WAIT_S, DRAIN_WAIT_S + 1.0) + 2.0 < STOP_GRACE_S
 ANSWER_GRACE_S = 5.0
 """The edge waits for a final answer so long after the deadline, then gives up by itself."""
 
