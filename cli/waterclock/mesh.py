@@ -309,9 +309,9 @@ class EmbeddedMesh:
         for name in names or self.services:
             while not await asyncio.to_thread(self.is_ready, name):
                 child = self.children[name]
-                # Exit status 2: the configuration was refused, and waiting will not change it.
                 code = None if child.process is None else child.process.poll()
-                if code is not None and (code == 2 or not self.options.restart):
+                # Nobody starts it again, or its configuration was refused (exit status 2).
+                if code is not None and (code == 2 or self._supervisor is None):
                     raise MeshError(f"{name} ended at start:\n{child.last_log()}")
                 if time.monotonic() > give_up_s:
                     raise MeshError(f"{name} was not ready in {wait_s:g} s:\n{child.last_log()}")
