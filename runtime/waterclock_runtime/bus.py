@@ -559,8 +559,7 @@ class Bus:
         """Something that cannot be gone on from: whoever waits for ``closed`` ends the service."""
         if self.failure is None:
             self.failure = error
-        self.closed.set()
-        self._up.set()
+        self._end()
 
     def run_break(self) -> None:
         """The connection was lost; the library has not begun to make a new one."""
@@ -574,10 +573,7 @@ class Bus:
         """There is a new connection, with all subscriptions."""
         self._up.set()
         self.log.info("bus_found_again", url=url_without_secrets(self.settings.url))
-        for ask in self._asks.values():
-            if not ask.answer.done():
-                ask.answer.set_result(None)
-        self._asks.clear()
+        self._ask_all_again()
         for stored in self._stores.values():
             stored.sent_s = 0.0
         self._call(self._on_reconnect)
@@ -588,8 +584,18 @@ class Bus:
         if not self._closing and self.failure is None:
             self.failure = BusUnavailable(f"the bus ended the connection: {self.nc.last_error!r}")
             self.log.error("bus_closed", error=repr(self.nc.last_error))
+        self._end()
+
+    def _end(self) -> None:
         self.closed.set()
         self._up.set()
+        self._ask_all_again()
+
+    def _ask_all_again(self) -> None:
+        for ask in self._asks.values():
+            if not ask.answer.done():
+                ask.answer.set_result(None)
+        self._asks.clear()
 
     def _on_sweeper_ended(self, task: "asyncio.Task[None]") -> None:
         error = None if task.cancelled() else task.exception()
@@ -738,6 +744,8 @@ class Bus:
         is_final: Callable[[Msg], bool],
     ) -> list[Msg]:
         """The answers to all requests, in their order, each asked for until ``is_final``."""
+        if self.closed.is_set():
+            await self.wait_connected()
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + limits.ANSWER_WAIT_S
         answers: list[Msg | None] = [None] * len(requests)

@@ -36,7 +36,14 @@ from waterclock_runtime.health import Health, HealthServer
 from waterclock_runtime.logs import LogLevel, configure_logs
 from waterclock_runtime.writer import EventWriter
 
-__all__ = ["Health", "ServiceContext", "ServiceSettings", "read_incarnation", "run_service"]
+__all__ = [
+    "Health",
+    "ServiceContext",
+    "ServiceSettings",
+    "prepare_tape",
+    "read_incarnation",
+    "run_service",
+]
 
 T = TypeVar("T")
 
@@ -188,7 +195,7 @@ async def _run(
         bus = await stop.unless(Bus.connect(bus_settings, name=f"waterclock-{instance}", log=log))
         if bus is None:
             return True
-        made = await stop.unless(_prepare_tape(bus, clock, name, key))
+        made = await stop.unless(prepare_tape(bus, clock, name, key))
         if made is None:
             return True
         writer = await EventWriter.open(
@@ -312,7 +319,7 @@ async def read_incarnation(bus: Bus) -> str:
     return opened.incarnation if isinstance(opened, LogOpened) else ""
 
 
-async def _prepare_tape(bus: Bus, clock: Clock, name: Source, key: bytes) -> bool:
+async def prepare_tape(bus: Bus, clock: Clock, name: Source, key: bytes) -> bool:
     """Make the streams, and see to it that the tape's first message opens it.
 
     Several processes may do so at once. Nobody publishes an event before the tape is opened:
