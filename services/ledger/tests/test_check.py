@@ -110,6 +110,11 @@ def two_attempts_at_once(tape: SyntheticTape) -> None:
     tape.emit(tape.chain("scheduler"), dispatched(admitted, 2, 9_100))
 
 
+def a_worker_that_admits(tape: SyntheticTape) -> None:
+    tape.emit(tape.chain("worker", "worker-w1-aaaaaa"), tape.admitted("x", 1_000))
+    tape.numbers["acme"] -= 1
+
+
 def admitted_twice(tape: SyntheticTape) -> None:
     tape.emit(tape.chain("admission"), tape.admitted("r1", 90_000))
 
@@ -128,6 +133,7 @@ def admitted_twice(tape: SyntheticTape) -> None:
         (an_end_of_something_never_admitted, "request acme/ghost: flag missing:admitted"),
         (a_worker_that_was_not_given_it, "request acme/x: flag other_worker:started"),
         (two_attempts_at_once, "request acme/x: flag overlapping_attempts"),
+        (a_worker_that_admits, "1 events were said by services that may not say them"),
         (admitted_twice, "request acme/r1: flag duplicate:admitted"),
     ],
 )

@@ -29,6 +29,7 @@ from waterclock_proto.events import (
     Rejected,
     SchedulerElected,
     TerminalData,
+    WriterSealed,
 )
 from waterclock_proto.leaves import decode_leaf
 from waterclock_proto.stamps import Stamp
@@ -162,12 +163,22 @@ def only(tape: Tape) -> Summary:
         ),
         pytest.param("A E c1", "open", 0, 1, ["undispatched:completed"], id="nobody asked"),
         pytest.param("A E S1", "open", 0, 0, ["undispatched:started"], id="started unasked"),
+        pytest.param("A E L1 D1", "open", 0, 0, [], id="lost before it was dispatched"),
+        pytest.param(
+            "A E L1 D1 c1 x0",
+            "expired",
+            6,
+            1,
+            ["superseded:completed"],
+            id="what was lost before it was dispatched never counts",
+        ),
+        pytest.param("A E D2 L1 D1 S2 F2 c2", "completed", 8, 0, [], id="changed places"),
         pytest.param(
             "A E D2 D1 S2 F2 c2",
             "completed",
             7,
             0,
-            ["duplicate:dispatched"],
+            ["overlapping_attempts"],
             id="an older attempt after a newer",
         ),
         pytest.param(
@@ -255,7 +266,6 @@ def test_what_comes_after_settling_is_noted_and_changes_no_measure() -> None:
 def test_stamps_too_far_apart_for_64_bits_are_kept_whole() -> None:
     largest = 2**63 - 1
     tape = Tape(settle_after=0)
-    pen = Chain(service="scheduler", writer="scheduler-1", key=b"k")
     admitted = SyntheticTape().admitted(
         "r",
         0,
@@ -270,8 +280,9 @@ def test_stamps_too_far_apart_for_64_bits_are_kept_whole() -> None:
         phase="queued",
         ended=Stamp(wall_us=largest, source="scheduler", boot=BOOT, mono_ns=largest),
     )
-    for sequence, data in enumerate((admitted, ended), start=1):
-        apply(tape, decode_event(*pen.seal(data)), sequence)
+    messages = seal("admission", "a", 0, admitted) + seal("scheduler", "s", 0, ended)
+    for sequence, message in enumerate(messages, start=1):
+        apply(tape, decode_event(*message), sequence)
     tape.settle(1_000)
     assert only(tape).total_us == largest + largest // 1000
 
@@ -284,33 +295,17 @@ NAMES = sorted(EVENTS)
 
 def counted_by_the_book(names: list[str]) -> tuple[str, int]:
     """The end that counts, found the long way: from the definition, not step by step."""
-
-    def is_counted(place: int) -> bool:
-        before = names[:place]
-        attempts = [int(name[1:]) for name in before if name[0] == "D"]
-        newest = max(attempts, default=0)
-        # An attempt is lost once an attempt_lost names it after it was dispatched.
-        lost_ones = {
-            int(name[1:])
-            for at, name in enumerate(before)
-            if name[0] == "L" and name[1:] in {n[1:] for n in dispatches_that_count(before[:at])}
-        }
-        alive = newest != 0 and newest not in lost_ones
-        attempt = int(names[place][1:])
-        return (alive and attempt == newest) if attempt else not alive
-
     for place, name in enumerate(names):
-        if name[0] in "cfexr" and is_counted(place):
+        if name[0] not in "cfexr":
+            continue
+        before = names[:place]
+        newest = max((int(other[1:]) for other in before if other[0] == "D"), default=0)
+        lost = max((int(other[1:]) for other in before if other[0] == "L"), default=0)
+        attempt = int(name[1:])
+        alive = newest > lost
+        if (alive and attempt == newest) if attempt else not alive:
             return name, place + 1
     return "", 0
-
-
-def dispatches_that_count(names: list[str]) -> list[str]:
-    counted: list[str] = []
-    for name in names:
-        if name[0] == "D" and all(int(name[1:]) > int(other[1:]) for other in counted):
-            counted.append(name)
-    return counted
 
 
 @given(st.lists(st.sampled_from(NAMES), max_size=14))
@@ -388,47 +383,73 @@ def dispatch(fence: int, writer: str) -> list[tuple[str, bytes]]:
     return seal("scheduler", writer, fence, dispatched(ADMITTED, 1, 9_000))
 
 
+def sealed(fence: int, writer: str) -> list[tuple[str, bytes]]:
+    return seal(
+        "scheduler",
+        writer,
+        fence,
+        WriterSealed(
+            sealed_counter=0, head_sha256="0" * 64, algorithm="none", sealed=stamp(0, "scheduler")
+        ),
+    )
+
+
 @pytest.mark.parametrize(
-    ("messages", "counts"),
+    ("messages", "counts", "fenced_off"),
     [
-        pytest.param(elected(1, "a") + dispatch(1, "a"), True, id="elected"),
-        pytest.param(dispatch(0, "a"), True, id="no election at all"),
-        pytest.param(elected(1, "a") + elected(2, "b") + dispatch(1, "a"), False, id="deposed"),
+        pytest.param(elected(1, "a") + dispatch(1, "a"), True, 0, id="elected"),
+        pytest.param(dispatch(0, "a"), True, 0, id="no election at all"),
+        pytest.param(elected(1, "a") + elected(2, "b") + dispatch(1, "a"), False, 1, id="deposed"),
         pytest.param(
-            elected(1, "a") + dispatch(1, "a") + elected(2, "b"), True, id="before it was deposed"
+            elected(1, "a") + dispatch(1, "a") + elected(2, "b"), True, 0, id="deposed later"
         ),
         pytest.param(
-            elected(1, "a") + elected(1, "b") + dispatch(1, "b"), False, id="second of its fence"
+            elected(3, "a") + elected(2, "b") + dispatch(3, "a"), True, 1, id="elected too low"
         ),
+        pytest.param(elected(1, "a") + dispatch(0, "b"), False, 1, id="never elected"),
+        pytest.param(dispatch(4, "a"), True, 0, id="elected before the record begins"),
+        pytest.param(dispatch(4, "a") + elected(3, "b"), True, 1, id="elected below what was seen"),
         pytest.param(
-            elected(1, "a") + elected(1, "b") + dispatch(1, "a"), True, id="first of its fence"
+            elected(2, "a") + sealed(0, "b") + dispatch(2, "a"),
+            True,
+            0,
+            id="a standby speaks of itself",
         ),
-        pytest.param(elected(3, "a") + elected(2, "b") + dispatch(3, "a"), True, id="elected low"),
-        pytest.param(elected(1, "a") + dispatch(0, "b"), False, id="never elected"),
-        pytest.param(dispatch(4, "a"), True, id="elected before the record begins"),
     ],
 )
-def test_of_the_scheduler_only_the_elected_one_counts(
-    messages: list[tuple[str, bytes]], counts: bool
+def test_of_the_scheduler_only_the_highest_fence_counts(
+    messages: list[tuple[str, bytes]], counts: bool, fenced_off: int
 ) -> None:
     tape = Tape()
     for sequence, message in enumerate(messages, start=1):
         apply(tape, decode_event(*message), sequence)
     life = tape.find("acme", "r")
     assert (isinstance(life, Life) and len(life.tries) == 1) == counts
-    assert tape.fenced_off == (not counts) + sum(
-        message in (*elected(1, "b"), *elected(2, "b")) and other_won(messages, message)
-        for message in messages
-    )
+    assert tape.fenced_off == fenced_off
 
 
-def other_won(messages: list[tuple[str, bytes]], message: tuple[str, bytes]) -> bool:
-    before = messages[: messages.index(message)]
-    fence = decode_event(*message).fence
-    return any(
-        isinstance(decode_event(*one).data, SchedulerElected) and decode_event(*one).fence >= fence
-        for one in before
-    )
+@pytest.mark.parametrize(
+    ("service", "data"),
+    [
+        pytest.param("worker", ADMITTED, id="a worker admits"),
+        pytest.param("admission", dispatched(ADMITTED, 1, 9_000), id="admission dispatches"),
+        pytest.param("scheduler", started("r", 1, 9_000), id="the scheduler starts"),
+        pytest.param("worker", queued_end(ADMITTED, "queued_expired", 9_000), id="no worker's end"),
+        pytest.param(
+            "scheduler", worker_end("r", 1, 9_000, 50, "failed"), id="the scheduler ends a worker's"
+        ),
+        pytest.param(
+            "admission", queued_end(ADMITTED, "rejected", 9_000), id="admission refuses an admitted"
+        ),
+    ],
+)
+def test_what_a_service_may_not_say_does_not_count(service: str, data: EventData) -> None:
+    tape = fold("A E D1")
+    before = only(tape)
+    (message,) = seal(service, "other", 0, data)
+    apply(tape, decode_event(*message), 9)
+    assert tape.foreign == 1
+    assert only(tape) == before
 
 
 def test_a_deposed_admission_numbers_nothing() -> None:

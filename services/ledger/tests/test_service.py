@@ -26,7 +26,7 @@ from waterclock_proto.leaves import Leaf, decode_leaf, encode_leaf
 from waterclock_runtime.clock import Clock
 from waterclock_runtime.config import SettingsLoader
 from waterclock_runtime.errors import BusUnavailable, ConfigRefused, StreamRolledBack
-from waterclock_runtime.service import Health
+from waterclock_runtime.health import Health
 from waterclock_runtime.tape import TapeMessage
 
 
@@ -269,8 +269,9 @@ async def test_what_the_tape_lost_becomes_holes(tmp_path: Path) -> None:
     with capture_logs() as logs:
         async with running(tape, tmp_path) as ledger:
             await ledger.caught_up()
-            assert ledger.health.facts["holes"] == 4
-            assert ledger.health.facts["last_hole"] == "11 to 13"
+            assert ledger.health.report()[1]["wrong"] == {
+                "holes": "4 since it started, the last ones 11 to 13"
+            }
             assert ledger.metric("waterclock_ledger_holes_total") == 4
     found = [leaf.sequence for leaf in recorded(tmp_path) if leaf.hole]
     assert found == [5, 11, 12, 13]

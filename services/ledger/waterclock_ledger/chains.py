@@ -1,10 +1,10 @@
 """Two counts that make an omission visible: a writer's chain, and a tenant's numbers.
 
 Both tolerate what a correct writer does. It publishes without waiting, so an event that the
-bus refused is repeated and may stand behind its successors; and it repeats byte for byte what
-was not acknowledged, so an event may stand on the tape twice. And a writer that dies leaves a
-*tail*: of its last events, published and not acknowledged, some are there and some are not.
-What remains when all this is allowed for is a break.
+tape refused may stand behind successors that were on their way with it; and it repeats byte
+for byte what was not acknowledged, so an event may stand on the tape twice. And a writer that
+dies leaves a *tail*: of its last events, published and not acknowledged, some are there and
+some are not. What remains when all this is allowed for is a break.
 """
 
 import heapq
@@ -15,15 +15,15 @@ from msgspec import Struct, UnsetType
 
 from waterclock_proto.envelope import CHAIN_START, Envelope
 from waterclock_proto.events import EventData, WriterSealed
-from waterclock_runtime.limits import WRITER_WINDOW
+from waterclock_runtime.limits import WRITER_WINDOW_MAX
 
-TAIL_EVENTS_MAX: Final = 4 * WRITER_WINDOW
-"""A writer holds back when so many events are unacknowledged (the window may be configured up
-to four times its default), so a gap with more of its events behind it was not a crash."""
+TAIL_EVENTS_MAX: Final = WRITER_WINDOW_MAX
+"""A writer has at most so many events on their way at once, so a gap with more of its events
+behind it was not a crash."""
 TAIL_NS_MAX: Final = 30 * 10**9
 """Nor was one behind which the writer still wrote half a minute later: what is not acknowledged
 it repeats every two seconds, and after a break of the connection before all else."""
-REPEATS_MAX: Final = 4 * WRITER_WINDOW
+REPEATS_MAX: Final = WRITER_WINDOW_MAX
 """How far back a repetition can be compared with what was said first."""
 
 _SHA256_BYTES: Final = 32

@@ -109,3 +109,5 @@ def _record_violations(record: Record) -> Iterator[str]:
 
 def _tape_violations(tape: Tape) -> Iterator[str]:
     yield from (f"numbers: {fault}" for fault in tape.numbers.faults())
+    if tape.foreign:
+        yield f"{tape.foreign} events were said by services that may not say them"

@@ -2,13 +2,15 @@
 
 The rules, which every reader of the tape follows:
 
-* **fence**: of scheduler and admission only the elected writer's events count. The first
-  ``…_elected`` of a fence wins, and nothing of a lower fence counts after it.
+* **source**: an event counts only if its service may say it; an end that names no worker is the
+  scheduler's, one that names a worker is that worker's.
+* **fence**: of scheduler and admission an event counts only if its fence is not below the highest
+  that an event of that service had earlier on the tape.
 * **repetition**: of two events with the same (tenant, id, type, attempt) the first counts.
 * **end**: a worker's end counts iff its attempt is the current one, which is the newest
-  dispatched and not declared lost; the scheduler's (no worker) counts iff there is no current
-  attempt. Only the first that counts ends the request; what comes later stays on the tape,
-  superseded.
+  dispatched, unless it or a newer one was declared lost; the scheduler's (no worker) counts iff
+  there is no current attempt. Only the first that counts ends the request; what comes later
+  stays on the tape, superseded.
 
 ``apply`` is pure in what it decides: the same events in the same order make the same lives.
 It changes the ``Tape`` that it is given, and nothing else. Lives that ended are settled into
@@ -27,7 +29,6 @@ from msgspec import Struct
 from waterclock_ledger.chains import Numbers
 from waterclock_proto.envelope import Envelope
 from waterclock_proto.events import (
-    AdmissionElected,
     Admitted,
     AttemptLost,
     CancelRequested,
@@ -40,10 +41,10 @@ from waterclock_proto.events import (
     Rejected,
     RequestEventData,
     Resubmitted,
-    SchedulerElected,
     Started,
     TerminalData,
 )
+from waterclock_proto.flows import EVENT_FLOWS
 from waterclock_proto.names import Outcome
 from waterclock_proto.segments import SEGMENTS, Measured, measure, measure_request
 
@@ -58,6 +59,10 @@ LifeOutcome = Outcome | Literal["open"]
 
 _SCHEDULER: Final = "/waterclock/scheduler"
 _ADMISSION: Final = "/waterclock/admission"
+_SOURCES: Final[dict[type[EventData], frozenset[str]]] = {
+    flow.event: frozenset(f"/waterclock/{publisher}" for publisher in flow.publishers)
+    for flow in EVENT_FLOWS
+}
 _UNFENCED_TYPES: Final = frozenset({"clock_reported", "writer_sealed", "log_opened"})
 
 
@@ -69,7 +74,6 @@ class Try(Struct):
     sequence: int
     started: Started | None = None
     first: FirstToken | None = None
-    lost: AttemptLost | None = None
 
 
 class Life(Struct):
@@ -82,6 +86,9 @@ class Life(Struct):
     enqueued: Enqueued | None = None
     enqueued_sequence: int = 0
     tries: list[Try] = []
+    """In the order of their numbers."""
+    losses: dict[int, AttemptLost] = {}
+    """By number of the attempt."""
     end: TerminalData | Rejected | None = None
     end_sequence: int = 0
     superseded: list[tuple[int, TerminalData | Rejected]] = []
@@ -93,15 +100,10 @@ class Life(Struct):
 
     @property
     def current(self) -> Try | None:
-        """The newest attempt, unless it was declared lost."""
-        if self.tries and self.tries[-1].lost is None:
+        """The newest attempt, unless it or a newer one was declared lost."""
+        if self.tries and self.tries[-1].number > max(self.losses, default=0):
             return self.tries[-1]
         return None
-
-    @property
-    def lost(self) -> int:
-        """How many attempts were declared lost."""
-        return sum(a_try.lost is not None for a_try in self.tries)
 
     @property
     def outcome(self) -> LifeOutcome:
@@ -139,8 +141,12 @@ class Life(Struct):
         """The attempt that its end belongs to, if a worker ended it."""
         if not isinstance(self.end, TerminalData) or not self.end.worker:
             return None
-        for a_try in reversed(self.tries):
-            if a_try.number == self.end.attempt:
+        return self.try_(self.end.attempt)
+
+    def try_(self, number: int) -> Try | None:
+        """The attempt of that number, if it was dispatched."""
+        for a_try in self.tries:
+            if a_try.number == number:
                 return a_try
         return None
 
@@ -173,7 +179,7 @@ class Summary(Struct, frozen=True, gc=False):
     segments: dict[str, int]
     tries: int
     lost: int
-    """How many of ``tries`` were declared lost."""
+    """How many attempts were declared lost."""
     superseded: int
     flags: tuple[str, ...]
 
@@ -191,28 +197,20 @@ class Refusal(Struct, frozen=True, gc=False):
 class Fence:
     """Whose events count for one elected service."""
 
-    __slots__ = ("highest", "writer")
+    __slots__ = ("highest",)
 
     def __init__(self) -> None:
         self.highest = 0
-        self.writer = ""
 
-    def elect(self, fence: int, writer: str) -> bool:
-        """Whether this election wins: the first of a fence higher than all before."""
-        if fence <= self.highest:
-            return False
-        self.highest, self.writer = fence, writer
-        return True
+    def counts(self, fence: int) -> bool:
+        """Whether an event under this fence counts, which then is the highest seen.
 
-    def counts(self, fence: int, writer: str) -> bool:
-        """Whether an event of this writer counts now.
-
-        A fence above the highest seen belongs to an election that the record does not hold,
-        because it begins later or has a hole: such an event counts.
+        Its election may lie before the record, or in a hole: whoever writes under a fence won it.
         """
-        return fence > self.highest or (
-            fence == self.highest and (writer == self.writer or self.writer == "")
-        )
+        if fence < self.highest:
+            return False
+        self.highest = fence
+        return True
 
 
 class Tape:
@@ -235,6 +233,8 @@ class Tape:
         self.resubmitted = 0
         self.fenced_off = 0
         """Events of deposed writers, which do not count."""
+        self.foreign = 0
+        """Events of services that may not say them, which do not count either."""
         self._settle_after = settle_after
         self._ended: deque[tuple[int, str, str]] = deque()
 
@@ -277,7 +277,10 @@ class Tape:
 def apply(tape: Tape, envelope: Envelope[EventData], sequence: int) -> None:
     """Fold one event in, in the order of the tape."""
     data = envelope.data
-    if not _counts(tape, envelope):
+    if not _may_say(envelope.source, data):
+        tape.foreign += 1
+        return
+    if not _fence_holds(tape, envelope):
         tape.fenced_off += 1
         return
     tape.settle(sequence)
@@ -298,19 +301,22 @@ def apply(tape: Tape, envelope: Envelope[EventData], sequence: int) -> None:
             _apply_to_life(tape, life, data, sequence)
 
 
-def _counts(tape: Tape, envelope: Envelope[EventData]) -> bool:
-    data = envelope.data
-    if isinstance(data, SchedulerElected):
-        return tape.scheduler.elect(envelope.fence, envelope.writer)
-    if isinstance(data, AdmissionElected):
-        return tape.admission.elect(envelope.fence, envelope.writer)
-    if envelope.source == _SCHEDULER:
-        fence = tape.scheduler
-    elif envelope.source == _ADMISSION:
-        fence = tape.admission
-    else:
+def _may_say(source: str, data: EventData) -> bool:
+    if isinstance(data, Rejected):
+        return source == (_SCHEDULER if data.number is None else _ADMISSION)
+    if isinstance(data, TerminalData) and (source == _SCHEDULER) == bool(data.worker):
+        return False
+    return source in _SOURCES[type(data)]
+
+
+def _fence_holds(tape: Tape, envelope: Envelope[EventData]) -> bool:
+    if envelope.data.TYPE in _UNFENCED_TYPES:
         return True
-    return data.TYPE in _UNFENCED_TYPES or fence.counts(envelope.fence, envelope.writer)
+    if envelope.source == _SCHEDULER:
+        return tape.scheduler.counts(envelope.fence)
+    if envelope.source == _ADMISSION:
+        return tape.admission.counts(envelope.fence)
+    return True
 
 
 def _apply_rejected(tape: Tape, data: Rejected, sequence: int) -> None:
@@ -369,21 +375,20 @@ def _apply_to_life(tape: Tape, life: Life, data: RequestEventData, sequence: int
 
 
 def _apply_dispatched(life: Life, data: Dispatched, sequence: int) -> None:
-    if life.tries and data.attempt <= life.tries[-1].number:
+    if life.try_(data.attempt) is not None:
         _flag(life, "duplicate:dispatched")
         return
     if life.end is not None:
         _flag(life, "after_end:dispatched")
-    elif life.current is not None:
-        _flag(life, "overlapping_attempts")
+    # A writer's events may change places when the tape refuses one, so the newest attempt is told
+    # by its number.
     life.tries.append(Try(number=data.attempt, dispatched=data, sequence=sequence))
+    life.tries.sort(key=lambda a_try: a_try.number)
 
 
 def _apply_progress(life: Life, data: Started | FirstToken) -> None:
-    for a_try in life.tries:
-        if a_try.number == data.attempt:
-            break
-    else:
+    a_try = life.try_(data.attempt)
+    if a_try is None:
         _flag(life, f"undispatched:{data.TYPE}")
         return
     if data.worker != a_try.dispatched.worker:
@@ -401,19 +406,12 @@ def _apply_progress(life: Life, data: Started | FirstToken) -> None:
 
 
 def _apply_lost(life: Life, data: AttemptLost) -> None:
-    for a_try in life.tries:
-        if a_try.number == data.attempt:
-            break
-    else:
-        _flag(life, "undispatched:attempt_lost")
-        return
-    if a_try.lost is not None:
+    if data.attempt in life.losses:
         _flag(life, "duplicate:attempt_lost")
-        return
-    if life.end is not None:
+    elif life.end is not None:
         _flag(life, "after_end:attempt_lost")
-        return
-    a_try.lost = data
+    else:
+        life.losses[data.attempt] = data
 
 
 def _apply_end(tape: Tape, life: Life, data: TerminalData | Rejected, sequence: int) -> None:
@@ -466,8 +464,13 @@ def _flag(life: Life, flag: str) -> None:
 
 
 def missing_flags(life: Life) -> list[str]:
-    """Events that a life of this outcome must have had, and the record does not have."""
+    """Events that a life of this outcome must have had, and the record does not have.
+
+    Only asked at the end, because events may change places.
+    """
     missing: list[str] = []
+    if _overlapping(life):
+        missing.append("overlapping_attempts")
     if life.admitted is None:
         missing.append("missing:admitted")
     if life.tries and life.enqueued is None:
@@ -479,6 +482,17 @@ def missing_flags(life: Life) -> list[str]:
         if life.end.output_tokens and (counted is None or counted.first is None):
             missing.append("missing:first_token")
     return missing
+
+
+def _overlapping(life: Life) -> bool:
+    """Whether an attempt was made while another one had neither ended nor been given up."""
+    counted = life.counted_try()
+    if life.end is None or counted is not None:
+        newest = counted or (life.tries[-1] if life.tries else None)
+        before = [a_try for a_try in life.tries if newest and a_try.number < newest.number]
+    else:
+        before = [a_try for a_try in life.tries if a_try.sequence < life.end_sequence]
+    return any(a_try.number not in life.losses for a_try in before)
 
 
 _ABSENT: Final = -(2**63)
@@ -506,7 +520,7 @@ def _settled(life: Life, admitted: Admitted) -> Settled | None:
         tier=sys.intern(admitted.tier),
         outcome=outcome,
         tries=len(life.tries),
-        lost=life.lost,
+        lost=len(life.losses),
         superseded=len(life.superseded),
         flags=tuple(
             sys.intern(flag) for flag in (*life.flags, *missing_flags(life), *measured.flags)
@@ -549,7 +563,7 @@ def _summary(tenant: str, request_id: str, life: Life | Settled) -> Summary:
         exec_us=measured.exec_us if measured else None,
         segments=measured.segments if measured else {},
         tries=len(life.tries),
-        lost=life.lost,
+        lost=len(life.losses),
         superseded=len(life.superseded),
         flags=(
             *life.flags,

@@ -86,6 +86,7 @@ class Totals(Struct, frozen=True, kw_only=True):
     abandoned: int
     repeated: int
     fenced_off: int
+    foreign: int
     resubmitted: int
     fragments: int
     """Requests of which the record has no ``admitted``."""
@@ -258,7 +259,7 @@ def _head_lines(report: Report) -> Iterator[str]:
     )
     yield (
         f"set aside   repeated {totals.repeated}, fenced off {totals.fenced_off},"
-        f" rolled back {totals.abandoned}, torn bytes {totals.torn_bytes}"
+        f" foreign {totals.foreign}, rolled back {totals.abandoned}, torn bytes {totals.torn_bytes}"
     )
 
 
@@ -342,6 +343,7 @@ def _totals(record: Record, fragments: int) -> Totals:
         abandoned=record.abandoned,
         repeated=record.chains.repeated,
         fenced_off=sum(tape.fenced_off for tape in record.tapes),
+        foreign=sum(tape.foreign for tape in record.tapes),
         resubmitted=sum(tape.resubmitted for tape in record.tapes),
         fragments=fragments,
         writers=record.chains.writers,

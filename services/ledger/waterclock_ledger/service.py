@@ -23,7 +23,7 @@ from waterclock_proto.leaves import Leaf, encode_leaf
 from waterclock_proto.subjects import EVENT_PREFIX
 from waterclock_runtime.clock import Clock
 from waterclock_runtime.errors import BusUnavailable, StreamRolledBack
-from waterclock_runtime.service import Health
+from waterclock_runtime.health import Health
 from waterclock_runtime.tape import TapeMessage
 
 OPENING_WAIT_S = 5.0
@@ -205,8 +205,9 @@ class LedgerService:
         count = self._log.append_holes(last_sequence)
         self._holes += count
         self._metrics.holes.inc(count)
-        self._health.facts["holes"] = self._holes
-        self._health.facts["last_hole"] = f"{first} to {last_sequence}"
+        self._health.wrong(
+            "holes", f"{self._holes} since it started, the last ones {first} to {last_sequence}"
+        )
         self._logger.error("hole", first_sequence=first, last_sequence=last_sequence, count=count)
 
     def _reopened(self, opened: LogOpened, sequence: int, leaves: list[bytes]) -> bool:

@@ -65,7 +65,7 @@ class BusTape:
     def read(self, start: int, before: Leaf | None) -> AsyncGenerator[list[TapeMessage]]:
         reader = TapeReader(self._bus, start=start)
         if before is not None and not before.hole:
-            reader.remember(before.sequence, before.payload)
+            reader.remember(before.sequence, before.payload, before.stored_ns)
         return self._batches(reader)
 
     async def _batches(self, reader: TapeReader) -> AsyncGenerator[list[TapeMessage]]:

@@ -5,6 +5,7 @@ terminal and in every language; in the names Chinese characters count as two col
 """
 
 import datetime
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -16,14 +17,13 @@ from waterclock_ledger.fold import Life, Tape, Try, apply, missing_flags
 from waterclock_ledger.report import columns, milliseconds, table
 from waterclock_proto.envelope import EventRefused, decode_event
 from waterclock_proto.events import (
-    AdmissionElected,
     Admitted,
     Completed,
     Dispatched,
     EventData,
     Failed,
     Rejected,
-    SchedulerElected,
+    RequestEventData,
     TerminalData,
 )
 from waterclock_proto.segments import SEGMENTS
@@ -31,6 +31,10 @@ from waterclock_proto.stamps import Stamp
 from waterclock_proto.subjects import EVENT_PREFIX
 
 WIDTH_MIN: Final = 40
+_FENCED: Final = re.compile(
+    rb'"source":"/waterclock/(scheduler|admission)".*?"fence":(\d{1,19})', re.DOTALL
+)
+"""In the order in which the codec writes an envelope; quotes within a text are escaped."""
 LETTERS: Final = dict(
     zip(SEGMENTS, ("e", "b", "a", "q", "r", "d", "w", "p", "t", "y"), strict=True)
 )
@@ -74,16 +78,20 @@ def find_timelines(data_dir: Path, tenant: str, request_id: str) -> list[Timelin
         timeline = found[-1]
         for batch in open_reader(data_dir, head):
             for leaf in batch.leaves:
-                if leaf.hole or not _may_matter(leaf.subject, leaf.payload, tenant, request_id):
+                if leaf.hole or not (
+                    _may_name(leaf.subject, leaf.payload, tenant, request_id)
+                    or _raises_fence(tape, leaf.payload)
+                ):
                     continue
                 try:
                     envelope = decode_event(leaf.subject, leaf.payload)
                 except EventRefused:
                     continue
                 data = envelope.data
-                named = getattr(data, "id", None) == request_id
-                if not named and not isinstance(data, SchedulerElected | AdmissionElected):
-                    continue
+                named = isinstance(data, RequestEventData | Rejected) and (
+                    data.tenant,
+                    data.id,
+                ) == (tenant, request_id)
                 if end is not None and leaf.sequence >= end:
                     timeline.abandoned += named
                     continue
@@ -145,12 +153,19 @@ def bar(segments: dict[str, int], width: int) -> str:
     )
 
 
-def _may_matter(subject: str, payload: bytes, tenant: str, request_id: str) -> bool:
-    """Whether it is worth decoding: an election, or the tenant's, with the id somewhere in it."""
-    kind, _, rest = subject.removeprefix(EVENT_PREFIX).partition(".")
-    if kind in (SchedulerElected.TYPE, AdmissionElected.TYPE):
-        return True
+def _may_name(subject: str, payload: bytes, tenant: str, request_id: str) -> bool:
+    """Whether it is worth decoding: an event of the tenant that has the id somewhere in it."""
+    _, _, rest = subject.removeprefix(EVENT_PREFIX).partition(".")
     return rest.partition(".")[0] == tenant and request_id.encode() in payload
+
+
+def _raises_fence(tape: Tape, payload: bytes) -> bool:
+    """Whether the tape must see it to know which later events do not count."""
+    found = _FENCED.search(payload)
+    if found is None:
+        return False
+    fence = tape.scheduler if found[1] == b"scheduler" else tape.admission
+    return int(found[2]) > fence.highest
 
 
 def _page(timeline: Timeline, width: int) -> Iterator[str]:
@@ -227,8 +242,9 @@ def _attempt(a_try: Try, life: Life, *, counts: bool) -> list[str]:
         parts.append("started")
     if a_try.first is not None:
         parts.append("first token")
-    if a_try.lost is not None:
-        parts.append(f"lost ({a_try.lost.reason})")
+    lost = life.losses.get(a_try.number)
+    if lost is not None:
+        parts.append(f"lost ({lost.reason})")
     if counts:
         parts.append(f"{life.outcome} at sequence {life.end_sequence}")
     return parts
