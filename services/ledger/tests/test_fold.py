@@ -1,5 +1,7 @@
 """The fold: which end counts, what is superseded, what is flagged."""
 
+import gc
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -285,6 +287,28 @@ def test_stamps_too_far_apart_for_64_bits_are_kept_whole() -> None:
         apply(tape, decode_event(*message), sequence)
     tape.settle(1_000)
     assert only(tape).total_us == largest + largest // 1000
+
+
+def test_a_long_tape_costs_a_kilobyte_for_each_request() -> None:
+    count = 2_000
+    made = SyntheticTape()
+    made.open()
+    for number in range(count):
+        made.run(f"request-{number:06d}", number * 1_000)
+    leaves, made.leaves = made.leaves, []
+    tape = Tape(settle_after=100)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for leaf in map(decode_leaf, leaves):
+            apply(tape, decode_event(leaf.subject, leaf.payload), leaf.sequence)
+        gc.collect()
+        used_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    settled = sum(isinstance(life, Settled) for life in tape.lives["acme"].values())
+    assert settled > 0.98 * count
+    assert used_bytes < 1_000 * count
 
 
 # --- laws

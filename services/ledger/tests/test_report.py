@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from synthetic_tapes import START_US, SyntheticTape, queued_end, stamp
+from synthetic_tapes import START_US, SyntheticTape, dispatched, queued_end, stamp
 from waterclock_ledger.check import check_log
 from waterclock_ledger.files import LogMissing, LogWriter
+from waterclock_ledger.fold import Tape
+from waterclock_ledger.record import read_record
 from waterclock_ledger.report import (
     MEASURES,
     columns,
@@ -18,7 +20,7 @@ from waterclock_ledger.report import (
     spread,
     table,
 )
-from waterclock_ledger.timeline import LETTERS, bar, request_text, utc
+from waterclock_ledger.timeline import LETTERS, bar, find_timelines, request_text, utc
 from waterclock_proto.segments import SEGMENTS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -80,6 +82,58 @@ def test_a_report_is_these_bytes(data_dir: Path, repetition: int) -> None:
 def test_a_request_is_drawn_like_this(data_dir: Path) -> None:
     text = request_text(data_dir, "acme", "twice", width=72)
     assert text == (GOLDEN / "request.txt").read_text(encoding="utf-8")
+
+
+def test_one_request_alone_is_folded_as_it_is_among_all(data_dir: Path) -> None:
+    (tape,) = read_record(data_dir).tapes
+    summaries = list(tape.summaries())
+    assert len(summaries) == 20
+    for summary in summaries:
+        (found,) = find_timelines(data_dir, summary.tenant, summary.id)
+        alone = Tape(settle_after=None)
+        alone.lives = {summary.tenant: {summary.id: found.life}}
+        assert list(alone.summaries()) == [summary]
+
+
+def test_one_request_alone_knows_who_was_deposed_meanwhile(tmp_path: Path) -> None:
+    tape = SyntheticTape()
+    tape.open()
+    admitted = tape.admitted("r", 1_000)
+    tape.emit(tape.chain("admission"), admitted)
+    # Nothing tells of the second scheduler but what it does with another request.
+    other = tape.admitted("other", 2_000)
+    tape.emit(tape.chain("admission"), other)
+    tape.emit(tape.chain("scheduler", "scheduler-0002", 2), dispatched(other, 1, 3_000))
+    tape.emit(tape.chain("scheduler"), queued_end(admitted, "queued_expired", 4_000))
+    tape.write(tmp_path)
+    (found,) = find_timelines(tmp_path, "acme", "r")
+    assert found.life.outcome == "open"
+    assert [data.TYPE for _, data in found.events] == ["admitted", "expired"]
+    assert "acme/r  gold  sim-8b  open" in request_text(tmp_path, "acme", "r")
+
+
+def test_a_request_on_two_tapes_has_a_page_of_each(tmp_path: Path) -> None:
+    tape = SyntheticTape()
+    tape.open("first")
+    tape.run("r", 1_000)
+    tape.write(tmp_path, "first")
+    writer = LogWriter(tmp_path)
+    writer.begin(incarnation="second", first_sequence=4, reason="rolled_back")
+    again = SyntheticTape(first_sequence=4)
+    again.chains = tape.chains
+    again.run("r", 1_000, outcome="queued_expired")
+    writer.append(again.leaves)
+    writer.begin(incarnation="third", first_sequence=1, reason="replaced")
+    writer.append(tape.leaves)
+    writer.close()
+    first, third = find_timelines(tmp_path, "acme", "r")
+    assert (first.life.outcome, first.abandoned) == ("expired", 6)
+    assert (third.life.outcome, third.abandoned) == ("completed", 0)
+    text = request_text(tmp_path, "acme", "r")
+    assert "On the tape that began with incarnation first" in text
+    assert "On the tape that began with incarnation third" in text
+    assert "6 events about it were taken off the tape by a rollback" in text
+    assert replay(tmp_path).to_text().count("incarnation ") == 3
 
 
 def test_nothing_is_written_and_nothing_must_run(data_dir: Path) -> None:

@@ -71,7 +71,7 @@ class LogMissing(WaterclockError):
     """There is no record where one was expected."""
 
 
-class LogHead(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LogHead(Struct, frozen=True, kw_only=True):
     """``log.json``: which part of which tape a folder holds."""
 
     format: Literal["waterclock-leaves-1"] = "waterclock-leaves-1"

@@ -363,7 +363,8 @@ class LedgerService:
         self._metrics.incarnations.labels(reason).inc()
         self._health.facts["incarnation"] = head.incarnation
         self._on_incarnation(head.incarnation)
-        self._logger.warning(
+        say = self._logger.info if reason == "created" else self._logger.warning
+        say(
             "incarnation_begun",
             incarnation=head.incarnation,
             reason=reason,
