@@ -140,7 +140,7 @@ def test_segments_stand_in_the_order_of_a_requests_life() -> None:
         "total                1,233.500 ms",
         "queue clock              3.500 ms",
         "execution clock      1,230.000 ms",
-        "seen here: whole answer after 1,240.001 ms, first text after 240.000 ms",
+        "seen here: the end after 1,240.001 ms, first text after 240.000 ms",
     ]
 
 

@@ -154,7 +154,7 @@ def render_send(result: SendResult) -> str:
     lines.append(_receipt_line(result))
     if final.timings is not None:
         lines += ["", *_timing_lines(final.timings)]
-    seen = f"seen here: whole answer after {milliseconds(result.latency_us)} ms"
+    seen = f"seen here: the end after {milliseconds(result.latency_us)} ms"
     if result.first_token_us is not None and final.text:
         seen += f", first text after {milliseconds(result.first_token_us)} ms"
     lines.append(seen)
