@@ -40,6 +40,10 @@ FOLD_BATCH_MAX = 512
 ERRANDS_MAX = 4_096
 ERRANDS_AT_ONCE = 16
 """Reads from streams (finals, events) that nobody's decision waits for."""
+FINAL_LATE_S = 2.0
+"""How long an answer may be missing after its end was read: the worker stores it a round trip
+later, or never, if it was killed in between."""
+FINAL_LOOK_AGAIN_S = 0.1
 
 # --- floods
 

@@ -115,6 +115,7 @@ class AdmissionService:
         self._subscriptions: list[Subscription] = []
         self._errands: asyncio.Queue[Errand] = asyncio.Queue()
         self._errand_done = asyncio.Event()
+        self._errands_put_off = 0
         self._owed: dict[int, int] = {}
         """Ends whose final answer is not stored yet → where their ``admitted`` stands."""
         self._ends_seen: deque[tuple[Ended, int]] = deque(maxlen=limits.ERRANDS_MAX)
@@ -566,6 +567,8 @@ class AdmissionService:
 
     def _answer_errand(self, data: Resubmitted) -> Errand:
         """Say the final answer again to whoever asks again."""
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + limits.FINAL_LATE_S
 
         async def answer() -> None:
             kept = None
@@ -575,8 +578,17 @@ class AdmissionService:
                 self._bus.publish(answer_subject(data.tenant, data.id), kept)
                 self._metrics.finals.labels("resubmitted").inc()
                 return
+            if data.outcome != "gone" and loop.time() < give_up_s:
+                # Its worker stores the answer only when it has read its own end back.
+                self._put_off(answer, limits.FINAL_LOOK_AGAIN_S)
+                return
             known = self._fold.known(data.tenant, data.id)
             outcome: Outcome = (known.outcome if known is not None else None) or "completed"
+            why = (
+                f"its answer was kept for {ANSWERS.max_age_s} s only"
+                if data.outcome == "gone"
+                else "its worker was lost before the answer was stored"
+            )
             self._bus.publish(
                 answer_subject(data.tenant, data.id),
                 _ENCODER.encode(
@@ -585,13 +597,23 @@ class AdmissionService:
                         id=data.id,
                         outcome=outcome,
                         answer_kept=False,
-                        detail=f"it ended, and its answer was kept for {ANSWERS.max_age_s} s only",
+                        detail=f"it ended, and {why}",
                     )
                 ),
             )
             self._metrics.finals.labels("gone").inc()
 
         return answer
+
+    def _put_off(self, errand: Errand, delay_s: float) -> None:
+        """Run an errand later; leaving waits for it, within its bound."""
+        self._errands_put_off += 1
+
+        def come_back() -> None:
+            self._errands_put_off -= 1
+            self._errands.put_nowait(errand)
+
+        asyncio.get_running_loop().call_later(delay_s, come_back)
 
     async def _event(self, sequence: int) -> tuple[Envelope[EventData], bytes, int] | None:
         found = await self._bus.message(EVENTS.name, sequence)
@@ -688,7 +710,12 @@ class AdmissionService:
         assert clerk is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limits.READ_BACK_WAIT_S):
-                while clerk.outstanding or self._errands.qsize() or self._bus.storing:
+                while (
+                    clerk.outstanding
+                    or self._errands.qsize()
+                    or self._errands_put_off
+                    or self._bus.storing
+                ):
                     await self._next_advance()
         await self._snapshot()
         self._log.info(
