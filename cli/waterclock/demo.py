@@ -31,16 +31,18 @@ THRESHOLD_MS: Final = 300
 STEADY_S: Final = 20
 BURST_S: Final = 6
 RECOVERY_S: Final = 10
+SLOTS: Final = 4
+"""Of each worker; few, so that a modest rate is a burst."""
 RATE_MILLI: Final = 24_000
 BURST_TIMES: Final = 3
 PROMPT_TOKENS: Final = Spread(points=((0, 20), (500, 120), (900, 400), (1000, 900)))
-OUTPUT_TOKENS: Final = Spread(points=((0, 8), (500, 24), (900, 36), (1000, 44)))
+OUTPUT_TOKENS: Final = Spread(points=((0, 6), (500, 20), (900, 30), (1000, 36)))
 """Short answers, so that a GPU of the simulated class can keep 300 ms once it has started."""
 
 LADDER: Final = """
 # Gentler than the default, so that the burst is seen as waiting before it is refused.
 [ladder]
-batch_cap = 6
+batch_cap = 3
 speculation_off_above = 30
 speculation_off_below = 20
 refuse_above = 60
@@ -67,7 +69,7 @@ async def run_demo(folder: Path, console: Console) -> None:
     data = folder / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     data.mkdir(parents=True)
     mesh = EmbeddedMesh(MeshOptions(data_dir=data))
-    mesh.configure(default_config() + LADDER)
+    mesh.configure(default_config().replace("slots = 16", f"slots = {SLOTS}") + LADDER)
     phases = (
         Phase(name="steady", duration_ms=STEADY_S * 1000),
         Phase(name="burst", duration_ms=BURST_S * 1000, rate_permille=BURST_TIMES * 1000),

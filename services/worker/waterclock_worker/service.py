@@ -72,6 +72,8 @@ class WorkerService:
         self._ctx = context
         self._settings = settings
         self._engine = engine
+        # Asked once: a check against a protocol looks at every one of its members.
+        self._pushes = engine if isinstance(engine, PushEngine) else None
         self.name = name
         """Who it is over all its lives; unique in the mesh."""
         self.life = f"{name[:57]}-{secrets.token_hex(3)}"
@@ -319,9 +321,8 @@ class WorkerService:
             self._publish_answer(
                 attempt, Restarted(id=attempt.dispatched.id, attempt=attempt.dispatched.attempt)
             )
-        engine = self._engine
-        if isinstance(engine, PushEngine):
-            engine.submit(job, lambda output: self._take_output(attempt, output))
+        if self._pushes is not None:
+            self._pushes.submit(job, lambda output: self._take_output(attempt, output))
             return
         task = asyncio.create_task(self._stream(attempt, job))
         self._streams.add(task)
