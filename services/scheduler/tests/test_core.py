@@ -424,7 +424,7 @@ def test_a_full_backlog_and_a_model_that_nobody_serves_are_refused() -> None:
 
 
 def test_the_refusing_rung_refuses_what_comes_and_keeps_what_waits() -> None:
-    ladder = LadderSettings(dwell_ms=100)
+    ladder = LadderSettings(rise_ms=0, dwell_ms=100)
     model = Model(settings(ladder=ladder))
     worker = model.start_worker(slots=8)
     for number in range(8 + 16):
@@ -450,7 +450,7 @@ def test_the_refusing_rung_refuses_what_comes_and_keeps_what_waits() -> None:
 
 
 def test_retry_after_follows_what_was_completed() -> None:
-    model = Model(settings(ladder=LadderSettings(retry_after_ms_min=1)))
+    model = Model(settings(ladder=LadderSettings(rise_ms=0, retry_after_ms_min=1)))
     worker = model.start_worker(slots=100)
     for number in range(100):
         model.admit(f"r{number}")

@@ -15,7 +15,7 @@ from waterclock_scheduler.ladder import (
 )
 
 MS = 1_000_000
-SETTINGS = LadderSettings(dwell_ms=1_000)
+SETTINGS = LadderSettings(rise_ms=0, dwell_ms=1_000)
 
 
 def walk(

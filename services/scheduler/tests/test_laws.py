@@ -85,6 +85,7 @@ def mesh() -> Model:
         refuse_above=6,
         refuse_below=2,
         batch_cap=1,
+        rise_ms=0,
         dwell_ms=100,
     )
     model = Model(tape_model.settings(pools, ladder, lease_ms=1_100, overdue_grace_ms=1_000))

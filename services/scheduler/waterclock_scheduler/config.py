@@ -56,7 +56,8 @@ class LadderSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     refuse_below: NotNegative = 9
     batch_cap: Positive = 4
     """Requests in flight for each worker from the first rung on; on the ground its slots count."""
-    rise_ms: NotNegative = 0
+    rise_ms: NotNegative = 500
+    """A burst that is gone sooner sheds nothing."""
     dwell_ms: NotNegative = 2_000
     retry_after_ms_min: Positive = 1_000
     retry_after_ms_max: Positive = 60_000
