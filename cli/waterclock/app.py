@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from rich.console import Console
 
+from waterclock.load_result import render_load
 from waterclock.mesh import EmbeddedMesh, MeshError, MeshOptions
 
 DATA_DIR = Path("waterclock-data")
@@ -66,6 +69,102 @@ def doctor(*, data: Data = DATA_DIR, config: Path | None = None) -> None:
     from waterclock.doctor import examine, show
 
     if not show(examine(data, config), console):
+        sys.exit(1)
+
+
+@app.command
+def send(
+    prompt: Annotated[str, Parameter(help="What to ask; '-' reads standard input.")],
+    /,
+    *,
+    data: Data = DATA_DIR,
+    tenant: Tenant = "acme",
+    model: Annotated[str | None, Parameter(help="A model of the configuration.")] = None,
+    max_tokens: int | None = None,
+    deadline_ms: Annotated[int | None, Parameter(help="Counted from arrival.")] = None,
+    language: Literal["zh", "en", "other", "und"] | None = None,
+    session: str | None = None,
+    stream: bool = True,
+) -> None:
+    """Send one request over the bus, show the answer as it comes, and where its time went."""
+    from waterclock.send import SendOptions, send_one
+    from waterclock_producer import ProducerError
+
+    with _told(ProducerError):
+        mesh = open_mesh(data)
+        options = SendOptions(
+            tenant=tenant,
+            prompt=sys.stdin.read() if prompt == "-" else prompt,
+            url=mesh.bus_url,
+            user=tenant,
+            password=mesh.tenant_secret(tenant).password,
+            model=model,
+            max_tokens=max_tokens,
+            deadline_ms=deadline_ms,
+            language=language,
+            session=session,
+            stream=stream,
+        )
+        result = asyncio.run(send_one(options, sys.stdout))
+    if result.final.outcome != "completed":
+        sys.exit(1)
+
+
+@app.command
+def load(
+    *,
+    data: Data = DATA_DIR,
+    seconds: Annotated[int, Parameter(help="Of the synthetic mix.")] = 30,
+    rate: Annotated[int, Parameter(help="Requests a second, all tenants together.")] = 20,
+    burst: Annotated[
+        int, Parameter(help="A burst of so many times the rate in the middle; 1 for none.")
+    ] = 1,
+    trace: Annotated[
+        Path | None, Parameter(help="Azure CSV or Mooncake JSONL, gzipped or not, instead.")
+    ] = None,
+    speed: Annotated[
+        Decimal, Parameter(help="How many times denser than recorded; deadlines shrink with it.")
+    ] = Decimal(1),
+    limit: Annotated[int | None, Parameter(help="At most so many requests of the trace.")] = None,
+    minutes: Annotated[int | None, Parameter(help="The trace's first minutes only.")] = None,
+    deadline_ms: Annotated[int | None, Parameter(help="Of each request, before --speed.")] = None,
+    tenants: Annotated[
+        list[str] | None,
+        Parameter(help="Who sends; default: all of the configuration.", negative=""),
+    ] = None,
+    in_flight: Annotated[
+        int | None, Parameter(help="Closed loop of so many, instead of intended send times.")
+    ] = None,
+    seed: int = 0,
+    json: Annotated[bool, Parameter(help="The result as JSON.", negative="")] = False,
+) -> None:
+    """Load the mesh with a synthetic mix or a recorded trace, and say what was seen from here.
+
+    Open loop: every request has an intended send time, and latency counts from it, so that no
+    waiting hides in the sender. Exit status 1 if an answer is missing.
+    """
+    from waterclock.load_command import LoadCommand, run_load_command
+    from waterclock.traces import TraceRefused
+    from waterclock_producer import ProducerError
+
+    command = LoadCommand(
+        data=data,
+        seconds=seconds,
+        rate=rate,
+        burst=burst,
+        trace=trace,
+        speed=Fraction(speed),
+        limit=limit,
+        minutes=minutes,
+        deadline_ms=deadline_ms,
+        tenants=tuple(tenants or ()),
+        in_flight=in_flight,
+        seed=seed,
+    )
+    with _told(ProducerError, TraceRefused, ValueError, OSError):
+        result = asyncio.run(run_load_command(command, open_mesh(data), errors))
+        print(result.to_json().decode() if json else render_load(result))
+    if result.problems:
         sys.exit(1)
 
 
@@ -129,11 +228,11 @@ def open_mesh(data: Path) -> EmbeddedMesh:
 
 
 @contextlib.contextmanager
-def _told() -> Any:
+def _told(*kinds: type[Exception]) -> Generator[None]:
     """Errors that were made for people are shown as such, and end the command with status 1."""
     try:
         yield
-    except MeshError as error:
+    except (MeshError, *kinds) as error:
         errors.print(f"[red]error:[/] {error}", highlight=False)
         sys.exit(1)
 

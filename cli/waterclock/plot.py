@@ -11,6 +11,7 @@ from msgspec import Struct
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt  # the backend is chosen first
+from matplotlib.ticker import LogLocator, NullFormatter
 
 QUEUE_COLOUR = "#c2410c"
 EXEC_COLOUR = "#1d4ed8"
@@ -78,8 +79,9 @@ def plot_clocks(
     axes.set_ylabel("latency, ms (log)")
     axes.set_title(title, pad=22, loc="left", fontweight="bold")
     axes.grid(visible=True, which="major", alpha=0.25)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.11), ncols=2, frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
