@@ -222,10 +222,12 @@ _NEUTRAL: Mapping[str, Callable[[object], bool]] = {
 
 
 def _messages(table: Mapping[str, object]) -> tuple[ChatMessage, ...]:
-    found: Any = table.get("messages")
-    items: list[object] = found if isinstance(found, list) else []
-    if not items:
+    found = table.get("messages")
+    if not isinstance(found, list):
         raise _wrong("messages", "a list of messages", found)
+    items = cast("list[object]", found)
+    if not items:
+        raise ApiError(400, "messages: expected at least one, found none", param="messages")
     return tuple(_message(item, f"messages[{place}]") for place, item in enumerate(items))
 
 
