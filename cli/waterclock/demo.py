@@ -69,7 +69,7 @@ async def run_demo(folder: Path, console: Console) -> None:
     data = folder / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     data.mkdir(parents=True)
     mesh = EmbeddedMesh(MeshOptions(data_dir=data))
-    mesh.configure(default_config().replace("slots = 16", f"slots = {SLOTS}") + LADDER)
+    mesh.configure(default_config().replace("slots = 8", f"slots = {SLOTS}") + LADDER)
     phases = (
         Phase(name="steady", duration_ms=STEADY_S * 1000),
         Phase(name="burst", duration_ms=BURST_S * 1000, rate_permille=BURST_TIMES * 1000),
