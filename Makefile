@@ -22,7 +22,7 @@ UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --constraints constra
 PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt \
                --build-constraint constraints.txt $(INSTALL)
 
-.PHONY: help env demo up test faults containers check format bench pins clean
+.PHONY: help env demo up test faults containers check format bench bench-litellm pins clean
 
 help:
 	@echo 'make demo    a mesh on this machine, real requests through it, and what it proves'
@@ -83,6 +83,12 @@ format: env
 
 bench: env
 	$(BIN)/python bench/run.py
+
+# The comparison with another proxy, in an environment of its own.
+bench-litellm: env
+	@test -x .venv-litellm/bin/python || $(PYTHON) -m venv .venv-litellm
+	$(BIN)/uv pip install --quiet --python .venv-litellm/bin/python 'litellm[proxy]>=1.80,<=1.100.0'
+	$(BIN)/python bench/litellm_proxy.py
 
 # Names and exact versions only: no addresses, no hashes.
 pins: env

@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,13 @@ async def run(seconds: float, warm_up_s: float, rounds: int, folder: Path) -> di
 
 async def _engine_alone(seconds: float, warm_up_s: float) -> dict[str, Any]:
     """The same load straight at the engine's own HTTP server: what no mesh at all would give."""
+    async with start_engine() as url:
+        return await generate_http(url, "none", seconds, warm_up_s, in_flight=IN_FLIGHT)
+
+
+@asynccontextmanager
+async def start_engine() -> AsyncGenerator[str]:
+    """The instant engine behind its HTTP server; its address."""
     server = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "waterclock_worker.engine_http", "--profile", "instant"),
         *("--port", "0", "--model", "sim-8b"),
@@ -186,18 +195,25 @@ async def _engine_alone(seconds: float, warm_up_s: float) -> dict[str, Any]:
     )
     try:
         assert server.stdout is not None
-        url = (await server.stdout.readline()).decode().split()[-1]
-        argv = [sys.executable, str(HERE / "generate.py"), "--over", "http", "--url", url]
-        argv += ["--secret", "none", "--in-flight", str(IN_FLIGHT), "--seconds", str(seconds)]
-        argv += ["--warm-up-s", str(warm_up_s)]
-        process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
-        assert process.stdout is not None
-        said = await process.stdout.read()
-        assert await process.wait() == 0
-        return json.loads(said.splitlines()[-1])
+        yield (await server.stdout.readline()).decode().split()[-1]
     finally:
         server.terminate()
         await server.wait()
+
+
+async def generate_http(
+    url: str, secret: str, seconds: float, warm_up_s: float, **given: Any
+) -> dict[str, Any]:
+    """Run the generator against any OpenAI-compatible server."""
+    argv = [sys.executable, str(HERE / "generate.py"), "--over", "http", "--url", url]
+    argv += ["--secret", secret, "--seconds", str(seconds), "--warm-up-s", str(warm_up_s)]
+    for name, value in given.items():
+        argv += [f"--{name.replace('_', '-')}", str(value)]
+    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    said = await process.stdout.read()
+    assert await process.wait() == 0, "the generator failed"
+    return json.loads(said.splitlines()[-1])
 
 
 def _ticks(pid: int) -> int:
@@ -249,6 +265,11 @@ def write(measured: dict[str, Any]) -> None:
             f" {notes['bytes_per_message']} bytes each on average"
         ),
     }
+    render(kept)
+
+
+def render(kept: dict[str, Any]) -> None:
+    """Write ``results.json``, and ``RESULTS.md`` from it."""
     RESULTS.write_text(json.dumps(kept, indent=2) + "\n")
     lines = [
         "# Results",
