@@ -39,6 +39,7 @@ from mesh_watch import Said, Stored, Watch
 from tape_recount import Decision, Key, Recount, Request, measure
 from waterclock.replay import run_replay
 from waterclock_ledger import check as ledger_check
+from waterclock_ledger.files import LogDamaged, LogMissing
 from waterclock_ledger.record import read_record
 from waterclock_producer import Handle, Producer, ProducerError, Restarted
 from waterclock_proto.requests import Final as FinalAnswer
@@ -719,10 +720,13 @@ def _kept(evidence: Evidence, key: Key) -> bool:
 
 
 def _judge_clocks(evidence: Evidence) -> Iterator[str]:
+    try:
+        tapes = read_record(evidence.ledger).tapes
+    except (LogDamaged, LogMissing) as error:
+        yield f"clocks: the record cannot be read: {error}"
+        return
     summaries = {
-        (summary.tenant, summary.id): summary
-        for tape in read_record(evidence.ledger).tapes
-        for summary in tape.summaries()
+        (summary.tenant, summary.id): summary for tape in tapes for summary in tape.summaries()
     }
     for key, request in evidence.recount.requests.items():
         mine = measure(request)
