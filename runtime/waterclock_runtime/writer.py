@@ -13,6 +13,7 @@ in which an event can still be overtaken.
 import asyncio
 import contextlib
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -56,6 +57,7 @@ class EventWriter:
         clock: Clock,
         key: bytes,
         window: int = limits.WRITER_WINDOW,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
         self._clock = clock
@@ -76,7 +78,7 @@ class EventWriter:
         self._tasks: list[asyncio.Task[None]] = []
         self._subscription: Closable | None = None
         self._forget: list[Callable[[], None]] = []
-        self._now_s = asyncio.get_running_loop().time
+        self._now_s = now_s
         self.fence = 0
         self.incarnation = ""
         self.republished = 0
@@ -97,21 +99,21 @@ class EventWriter:
         window: int = limits.WRITER_WINDOW,
     ) -> "EventWriter":
         writer = cls(bus, service=service, clock=clock, key=key, window=window)
-        writer.start()
+        writer.attach()
+        writer._tasks = [
+            asyncio.create_task(writer._sweep_for_ever(), name="writer-sweeper"),
+            asyncio.create_task(writer._seal_for_ever(), name="writer-sealer"),
+            asyncio.create_task(writer._look_for_ever(), name="writer-looker"),
+        ]
+        for task in writer._tasks:
+            task.add_done_callback(writer._on_task_ended)
         return writer
 
-    def start(self) -> None:
-        """Listen for acknowledgements and begin to seal; ``open`` does it."""
+    def attach(self) -> None:
+        """Listen to what the bus answers. Nothing moves by itself yet: ``open`` sees to that."""
         bus = self._bus
         self._subscription = bus.listen(f"{self._inbox}.*.*", self._on_answer)
         self._forget = [bus.on_break(self._on_break), bus.on_reconnect(self._pump)]
-        self._tasks = [
-            asyncio.create_task(self._sweep_for_ever(), name="writer-sweeper"),
-            asyncio.create_task(self._seal_for_ever(), name="writer-sealer"),
-            asyncio.create_task(self._look_for_ever(), name="writer-looker"),
-        ]
-        for task in self._tasks:
-            task.add_done_callback(self._on_task_ended)
 
     @property
     def name(self) -> str:
@@ -279,9 +281,10 @@ class EventWriter:
         while True:
             await asyncio.sleep(limits.WRITER_SWEEP_S)
             if self._bus.connected and self._window:
-                self._sweep()
+                self.sweep()
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Look after events that were refused, or not answered in time; done ten times a second."""
         window = self._window
         if window.held:
             window.release()
