@@ -12,6 +12,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -80,7 +81,7 @@ class Project:
         return ran.stdout
 
     def container(self, service: str) -> str:
-        return self.compose("ps", "-q", service).strip()
+        return self.compose("ps", "-a", "-q", service).strip()
 
     def inspect(self, service: str) -> dict[str, Any]:
         return json.loads(docker("inspect", self.container(service)))[0]
@@ -305,6 +306,18 @@ def test_the_record_is_read_from_outside_and_shows_every_request_once(
         assert isinstance(life, Life)
         assert [t.dispatched.worker.rpartition("-")[0] for t in life.tries] == [worker]
     assert record.holes == 0
+    for arguments in (["--check"], ["--clock", "exec", "--json"]):
+        replayed = subprocess.run(
+            [sys.executable, "-m", "waterclock", "replay", "--data", str(copy), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    report = json.loads(replayed.stdout)
+    completed = sum(group["outcomes"]["completed"] for group in report["groups"])
+    assert completed == len(lives)
 
 
 def test_secrets_and_record_outlive_the_containers(project: Project, tmp_path: Path) -> None:

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
+from waterclock_admission.__main__ import check as check_admission
 from waterclock_ledger.config import check as check_ledger
 from waterclock_runtime import limits
 from waterclock_runtime.bus import BusSettings
 from waterclock_runtime.config import SettingsLoader
+from waterclock_runtime.service import ServiceSettings
+from waterclock_scheduler.__main__ import check as check_scheduler
 from waterclock_worker.__main__ import check as check_worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +43,9 @@ def test_every_worker_of_the_configuration_is_a_service() -> None:
 def test_the_configuration_is_accepted_by_every_service(name: str) -> None:
     loader = SettingsLoader(file=ROOT / "deploy" / "waterclock.toml", environ={})
     loader.section("bus", BusSettings)
+    loader.section("service", ServiceSettings)
+    check_admission(loader)
+    check_scheduler(loader)
     check_worker(name, loader)
     check_ledger(loader)
     loader.finish()
