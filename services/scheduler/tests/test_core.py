@@ -317,6 +317,18 @@ def test_a_new_leader_ends_old_lives_of_names_that_it_heard_before_it_was_electe
     assert only(Dispatched, events).worker == new.life
 
 
+def test_a_new_leader_gives_nothing_to_workers_that_fell_silent_before_its_election() -> None:
+    model = Model()
+    model.start_worker("silent", slots=1)
+    model.wait(60_000)
+    heard = model.start_worker("heard", slots=1)
+    model.admit("a")
+    model.admit("b")
+    model.board.adopt(model.mono_ns)
+    assert [e.worker for e in model.turn() if isinstance(e, Dispatched)] == [heard.life]
+    model.check_board()
+
+
 def test_a_worker_that_comes_back_after_its_lease_gets_new_work() -> None:
     model = Model()
     worker = model.start_worker(slots=1)

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from waterclock_proto.events import (
@@ -220,6 +220,7 @@ class Referee:
 
 
 @settings(max_examples=400)
+@example(long_run(187915141))
 @given(STEPS)
 def test_every_request_ends_once_and_no_worker_has_more_than_its_slots(
     steps: list[Step],

@@ -199,13 +199,19 @@ class Board:
     def adopt(self, now_ns: int) -> None:
         """Make the view from the state as it stands: this scheduler leads from here on.
 
-        Lives that the tape knows and nobody has heard get a lease that begins now.
+        Lives that the tape knows and nobody has heard get a lease that begins now. Those that
+        were heard once and fell silent since are forgotten: a standby hears for days.
         """
         for pool in self.pools.values():
             pool.ladder = Ladder(rung=self._tape_rung(pool.name))
         for key in self.state.requests:
             self._sync(key)
         self.losses.clear()
+        lease_ns = self.settings.scheduler.lease_ms * _MS
+        for worker in list(self.workers.values()):
+            if now_ns - worker.beat_ns >= lease_ns:
+                self.unlist_worker(worker)
+                del self.workers[worker.life]
         heard = {worker.name for worker in self.workers.values()}
         for life in list(self.state.running):
             if life in self.workers:
