@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+
 from broker_process import BrokerProcess
 from runtime_probe import Account, connected, event, read_until, until, writing
 from waterclock_proto.events import ClockReported

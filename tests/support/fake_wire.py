@@ -4,6 +4,7 @@ Nothing moves by itself: a test says when the bus takes what was published, refu
 breaks and comes back.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -176,6 +177,15 @@ class FakeWire:
     ) -> None:
         """What a push consumer sends to its inbox: the message keeps its own subject."""
         _run(self.listeners[inbox], Msg(_NO_CLIENT, subject, reply, payload, headers))
+
+
+async def turns(condition: Callable[[], bool] | None = None, *, most: int = 10) -> None:
+    """Let the event loop turn, at most so often, until ``condition`` holds."""
+    for _ in range(most if condition is None else 100_000):
+        if condition is not None and condition():
+            return
+        await asyncio.sleep(0)
+    assert condition is None, "it did not come about"
 
 
 def _run(on_message: OnMessage, message: Msg) -> None:
