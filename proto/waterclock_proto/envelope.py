@@ -62,7 +62,7 @@ class EventRefused(ValueError):
 class Chain:
     """A writer's counter and chain. Not shared between writers, not safe between threads."""
 
-    __slots__ = ("_key", "_service", "counter", "fence", "head", "incarnation", "writer")
+    __slots__ = ("_key", "_service", "counter", "fence", "head", "incarnation", "sealed", "writer")
 
     def __init__(self, *, service: str, writer: str, key: bytes) -> None:
         self.writer = writer
@@ -70,6 +70,8 @@ class Chain:
         self.head = CHAIN_START
         self.fence = 0
         self.incarnation = ""
+        self.sealed: Envelope[EventData] | None = None
+        """The event that was sealed last, as any reader will read it."""
         self._service = service
         self._key = key
 
@@ -114,7 +116,7 @@ class Chain:
                 f"event {kind} of {len(payload)} bytes, at most {EVENT_BYTES_MAX} allowed"
             )
         subject = event_subject(data)
-        decode_event(subject, payload)
+        self.sealed = decode_event(subject, payload)
         self.counter += 1
         self.head = hashlib.sha256(payload).hexdigest()
         return subject, payload

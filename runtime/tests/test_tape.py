@@ -520,7 +520,10 @@ async def test_who_reads_is_looked_at_after_a_break(
     assert queue.wire.api_calls.count("CONSUMER.DELETE.REQUESTS.admission") == 1
 
 
-async def test_a_break_between_delete_and_create_is_no_takeover() -> None:
+async def test_a_break_between_delete_and_create_is_no_takeover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "RECONNECT_WAIT_S", 0)
     queue, _, batches = await opened()
     create = queue.wire.api_answers["CONSUMER.CREATE.REQUESTS.admission"]
 

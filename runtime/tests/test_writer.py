@@ -189,6 +189,22 @@ def test_a_small_event_behind_a_refused_large_one_is_counted_as_turned(hand: Han
     assert sorted(hand.stored) == list(range(6))
 
 
+def test_a_refused_event_whose_copy_is_taken_was_not_overtaken(hand: Hand) -> None:
+    hand.emit()
+    hand.wire.bytes_max = 0
+    hand.later(limits.WRITER_ACK_TIMEOUT_S + 0.1)
+    assert hand.on_their_way == [0, 0]
+    hand.wire.take()
+    assert hand.writer.stalled
+    hand.wire.bytes_max = None
+    hand.wire.take()
+    assert not hand.writer.stalled
+    assert hand.writer.turned == 0
+    hand.emit_many(2)
+    hand.wire.take_all()
+    hand.check_all()
+
+
 def test_silence_is_probed_with_one_event_not_with_all(hand: Hand) -> None:
     hand.emit_many(4)
     hand.wire.take_all()

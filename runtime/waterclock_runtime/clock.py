@@ -22,12 +22,13 @@ def boot_id() -> str:
     path = Path("/proc/sys/kernel/random/boot_id")
     if path.exists():
         boot = path.read_text().strip().replace("-", "")[:16]
-        return _name_in_namespace(boot, Path("/proc/self/timens_offsets"))
+        return name_in_namespace(boot, Path("/proc/self/timens_offsets"))
     # Elsewhere than on Linux nothing names the boot; the uptime's origin is stable within one.
     return f"{(time.time_ns() - time.monotonic_ns()) // 10**10:016x}"[:16]
 
 
-def _name_in_namespace(boot: str, offsets: Path) -> str:
+def name_in_namespace(boot: str, offsets: Path) -> str:
+    """``boot``, or another name where ``offsets`` moves this namespace's monotonic clock."""
     try:
         lines = offsets.read_text().splitlines()
     except OSError:
@@ -58,14 +59,15 @@ class Clock:
         self._step_read_ns = 0
 
     def now_us(self) -> int:
-        if self._step_file is not None:
-            self._read_simulated_step(self._step_file)
-        return time.time_ns() // 1000 + self._step_us
+        """Wall time in UTC microseconds."""
+        return self._wall_us(0)
 
     def mono_ns(self) -> int:
+        """This boot's monotonic clock."""
         return time.monotonic_ns()
 
     def stamp(self, source: Source) -> Stamp:
+        """Both clocks, now."""
         return Stamp(
             wall_us=self.now_us(),
             source=source,
@@ -77,12 +79,17 @@ class Clock:
     def stamp_at(self, source: Source, mono_ns: int, error_us: int | None = None) -> Stamp:
         """The stamp of a moment that was read as this host's CLOCK_MONOTONIC."""
         return Stamp(
-            wall_us=max(0, self.now_us() - (time.monotonic_ns() - mono_ns) // 1000),
+            wall_us=max(0, self._wall_us(time.monotonic_ns() - mono_ns)),
             source=source,
             boot=self.boot,
             mono_ns=mono_ns,
             error_us=error_us if error_us is not None else self.error_us,
         )
+
+    def _wall_us(self, ago_ns: int) -> int:
+        if self._step_file is not None:
+            self._read_simulated_step(self._step_file)
+        return (time.time_ns() - ago_ns) // 1000 + self._step_us
 
     def _read_simulated_step(self, path: Path) -> None:
         now_ns = time.monotonic_ns()

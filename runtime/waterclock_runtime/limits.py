@@ -104,3 +104,6 @@ LOOP_BEAT_S = 0.5
 LOOP_STUCK_S = 5.0
 """The event loop did not turn for so long: the process is not alive."""
 assert LOOP_STUCK_S > 4 * LOOP_BEAT_S
+
+OWN_EVENTS_MAX = 8_192
+"""Of its own events, so many are kept decoded until they are read back; more are decoded anew."""

@@ -118,6 +118,9 @@ class Window(Generic[T]):
         if number < self._next:
             self._in_flight -= 1
             self._limit = min(self._size, 2 * self._limit)
+        elif number == self._next:
+            # The refused one itself: a copy of it was under way, and there was room again.
+            self._held = False
         elif self._held:
             self.turned += 1
         return entry

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from msgspec import Struct
 from nats.aio.msg import Msg
 
-from waterclock_proto.envelope import COUNTER_MAX, Chain
+from waterclock_proto.envelope import COUNTER_MAX, Chain, Envelope, decode_event
 from waterclock_proto.events import ClockReported, EventData, WriterSealed
 from waterclock_proto.stamps import Source
 from waterclock_proto.subjects import EVENTS
@@ -79,6 +79,8 @@ class EventWriter:
         self._subscription: Closable | None = None
         self._forget: list[Callable[[], None]] = []
         self._now_s = now_s
+        self._own: dict[bytes, tuple[str, Envelope[EventData]]] = {}
+        self._read_back: frozenset[str] = frozenset()
         self.fence = 0
         self.incarnation = ""
         self.republished = 0
@@ -173,12 +175,40 @@ class EventWriter:
         chain.incarnation = self.incarnation
         counter = chain.counter
         subject, payload = chain.seal(data)
+        if data.TYPE in self._read_back:
+            self._remember(subject, payload)
         window.add(_Waiting(subject, payload, on_stored))
         self._pump()
         self._empty.clear()
         if len(window) >= window.size_max:
             self._room.clear()
         return counter
+
+    def reads_back(self, *kinds: type[EventData]) -> None:
+        """Say which of its own events the service reads back, so that ``decode`` knows them."""
+        self._read_back = frozenset(kind.TYPE for kind in kinds)
+
+    def decode(self, subject: str, payload: bytes) -> Envelope[EventData]:
+        """The event that stands under ``subject``, as ``decode_event`` would read it.
+
+        An event of this writer was decoded when it was sealed. Byte for byte the same payload
+        need not be decoded again, which for most services is every second event they read.
+
+        Raises:
+            EventRefused: see ``decode_event``.
+        """
+        own = self._own.pop(payload, None)
+        if own is not None and own[0] == subject:
+            return own[1]
+        return decode_event(subject, payload)
+
+    def _remember(self, subject: str, payload: bytes) -> None:
+        sealed = self._chain.sealed
+        assert sealed is not None
+        self._own[payload] = (subject, sealed)
+        if len(self._own) > limits.OWN_EVENTS_MAX:
+            # It was never read back: overtaken by a break, or the reader is far behind.
+            del self._own[next(iter(self._own))]
 
     async def ready(self) -> None:
         """Wait until the window has room. Call it between batches; the bus may be away for long."""

@@ -220,6 +220,7 @@ class AdmissionService:
             # Whoever shortened the tape took decisions with it that nobody folded.
             self._log.error("tape_has_a_hole", expected=position + 1, found=first)
             self._health.facts["tape_hole"] = f"{position + 1} to {first - 1}"
+        self._writer.reads_back(*READ_TYPES)
         self._reader = TapeReader(self._bus, filters=FILTERS, start=position + 1)
         if position:
             self._reader.remember(position, self._last_payload, self._last_stored_ns)
@@ -376,7 +377,7 @@ class AdmissionService:
 
     def _fold_in(self, message: TapeMessage) -> None:
         try:
-            envelope = decode_event(message.subject, message.payload)
+            envelope = self._writer.decode(message.subject, message.payload)
         except EventRefused as error:
             # Somebody wrote what no reader takes; the ledger keeps it, and nobody acts on it.
             self._metrics.poisoned.labels("tape").inc()

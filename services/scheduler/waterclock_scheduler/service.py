@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from waterclock_proto.envelope import EventRefused, decode_event
+from waterclock_proto.envelope import EventRefused
 from waterclock_proto.events import EventData, RungChanged, SchedulerElected
 from waterclock_proto.requests import Beat
 from waterclock_proto.subjects import EVENTS, beat_subject, event_filter, pulse_subject
@@ -115,6 +115,7 @@ class Scheduler:
             StreamRolledBack: the tape is not the one that was folded; the snapshot is gone.
         """
         context = self._context
+        context.writer.reads_back(*READ_TYPES)
         subscriptions = [
             context.bus.subscribe(beat_subject("*"), self._on_beat),
             context.bus.subscribe(pulse_subject("*"), self._on_pulse),
@@ -161,7 +162,7 @@ class Scheduler:
         board.hear(now_ns)
         for message in batch:
             try:
-                envelope = decode_event(message.subject, message.payload)
+                envelope = self._context.writer.decode(message.subject, message.payload)
             except EventRefused as refused:
                 # Of a later version, or of nobody of ours: it cannot be for this scheduler.
                 self._metrics.unreadable.labels("event").inc()

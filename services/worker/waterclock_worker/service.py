@@ -138,6 +138,7 @@ class WorkerService:
             EngineDied: the engine gave up.
         """
         context = self._ctx
+        context.writer.reads_back(Completed, Failed, Cancelled, Expired)
         await self._engine.start()
         _, head = await context.bus.stream_state(EVENTS.name)
         elected = await context.bus.last(
@@ -204,7 +205,7 @@ class WorkerService:
 
     def _take(self, message: TapeMessage, taken: list[Attempt]) -> None:
         try:
-            envelope = decode_event(message.subject, message.payload)
+            envelope = self._ctx.writer.decode(message.subject, message.payload)
         except EventRefused as refused:
             self._ctx.log.error("event_unreadable", sequence=message.sequence, why=str(refused))
             return
