@@ -23,6 +23,16 @@ TENANTS = ("acme", "globex", "initech")
 
 Table = Mapping[str, Any]
 
+NO_LADDER: Table = {
+    "batch_cap_above": 2_000,
+    "batch_cap_below": 1_000,
+    "speculation_off_above": 4_000,
+    "speculation_off_below": 2_000,
+    "refuse_above": 8_000,
+    "refuse_below": 4_000,
+}
+"""Thresholds that no test reaches: what waits while something is down is not shed."""
+
 
 def tenant(tier: str = "standard", **settings: Any) -> Table:
     """A tenant without limits, unless ``settings`` has some."""
@@ -69,7 +79,9 @@ class MeshPlan:
     models: Mapping[str, Table] = field(
         default_factory=lambda: {MODEL: {"output_tokens_default": 16, "output_tokens_max": 4096}}
     )
-    sections: Mapping[str, Table] = field(default_factory=lambda: {"scheduler": {"lease_ms": 1500}})
+    sections: Mapping[str, Table] = field(
+        default_factory=lambda: {"scheduler": {"lease_ms": 1500}, "ladder": NO_LADDER}
+    )
     """All else: ``[scheduler]``, ``[ladder]``, ``[admission]``, ``[http]``, ``[ledger]``."""
 
     def toml(self, access: Access) -> str:
