@@ -27,7 +27,7 @@ from waterclock_runtime.bus import BusSettings
 from waterclock_runtime.config import SettingsLoader
 from waterclock_runtime.service import ServiceSettings
 from waterclock_scheduler.__main__ import check as check_scheduler
-from waterclock_worker.config import WorkerSettings
+from waterclock_worker.__main__ import check as check_worker
 
 DISK_FREE_BYTES_MIN = 1024**3
 NATS_VERSION_MIN = (2, 12)
@@ -137,7 +137,8 @@ def _configuration(path: Path) -> Finding:
     loader = SettingsLoader(file=path, environ={})
     loader.section("service", ServiceSettings)
     loader.section("bus", BusSettings)
-    loader.section("workers", dict[str, WorkerSettings])
+    for name in workers:
+        check_worker(name, loader)
     for check in (check_admission, check_scheduler, check_ledger):
         check(loader)
     if not workers:
