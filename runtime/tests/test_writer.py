@@ -438,9 +438,11 @@ class WriterOnABadBus(RuleBasedStateMachine):
         overtakers = sum(
             1 for place, counter in enumerate(first) if any(c < counter for c in first[place:])
         )
-        assert hand.writer.turned <= overtakers
         if hand.wire.refusals == 0:
             assert overtakers == 0
+        if hand.wire.breaks == 0:
+            # A break can hide what was taken from whoever counts.
+            assert hand.writer.turned == overtakers
 
 
 WriterOnABadBus.TestCase.settings = settings(max_examples=150, stateful_step_count=40)

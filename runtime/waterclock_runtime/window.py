@@ -37,6 +37,7 @@ class Window(Generic[T]):
         "_in_flight",
         "_limit",
         "_next",
+        "_refused",
         "_size",
         "_unanswered",
         "last",
@@ -50,13 +51,16 @@ class Window(Generic[T]):
         self.last = 0
         """The newest number."""
         self.turned = 0
-        """Events that were taken although an elder one had been refused."""
+        """Events that were taken although an elder one had been refused. (It may stand there
+        all the same, from before a break that swallowed its acknowledgement.)"""
         self._size = size_max
         self._limit = 1
         self._next = 1
         """All numbers from here on are not on their way."""
         self._in_flight = 0
         self._held = False
+        self._refused = 0
+        """The eldest that was refused and not taken since; 0 for none."""
         self._unanswered: dict[int, Entry[T]] = {}
 
     def __len__(self) -> int:
@@ -118,11 +122,12 @@ class Window(Generic[T]):
         if number < self._next:
             self._in_flight -= 1
             self._limit = min(self._size, 2 * self._limit)
-        elif number == self._next:
-            # The refused one itself: a copy of it was under way, and there was room again.
-            self._held = False
-        elif self._held:
+        elif number > self._refused > 0:
             self.turned += 1
+        if number == self._refused:
+            # Perhaps by a copy that was under way when it was refused.
+            self._refused = 0
+            self._held = False
         return entry
 
     def refused(self, number: int) -> bool:
@@ -130,6 +135,7 @@ class Window(Generic[T]):
         if number not in self._unanswered or number >= self._next:
             return False
         self._go_back_to(number)
+        self._refused = number
         self._held = True
         return True
 
@@ -141,6 +147,7 @@ class Window(Generic[T]):
         """Whatever was on its way may be lost: all of it goes again, the first one alone."""
         first = self.first()
         self._go_back_to(self.last + 1 if first is None else first.number)
+        self._refused = 0
         self._held = False
 
     def narrow(self, size: int) -> None:

@@ -52,6 +52,7 @@ class FakeWire:
         self.bytes_max: int | None = None
         self.bytes_held = 0
         self.refusals = 0
+        self.breaks = 0
         self.core: list[Published] = []
         """What was published to anything but the tape."""
         self.api_calls: list[str] = []
@@ -156,6 +157,7 @@ class FakeWire:
         self.take(taken, answer=False)
         self.outbox.clear()
         self.connected = False
+        self.breaks += 1
         for callback in list(self._breaks):
             callback()
 
