@@ -35,8 +35,9 @@ NO_LADDER: Table = {
 
 
 def tenant(tier: str = "standard", **settings: Any) -> Table:
-    """A tenant without limits, unless ``settings`` has some."""
-    return {"tier": tier, **settings}
+    """A tenant whose budgets are kept and never reached, unless ``settings`` says otherwise."""
+    ample = {"requests_per_minute": 1_000_000, "tokens_per_minute": 100_000_000}
+    return {"tier": tier, "concurrency": 100_000} | ample | settings
 
 
 def worker(pool: str, slots: int = 16, **settings: Any) -> Table:
