@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -13,7 +14,8 @@ from admission_host import API_KEYS, MESH_KEY, MODEL, AdmissionHost
 from broker_process import BrokerProcess
 from fake_mesh import FakeMesh, Plan
 
-MESSAGES = [{"role": "user", "content": "tell me"}]
+# Plain dictionaries, as people write them; the library wants typed ones.
+MESSAGES: Any = [{"role": "user", "content": "tell me"}]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,7 @@ async def test_a_stream_brings_its_pieces_and_its_usage(client: AsyncOpenAI) -> 
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 3
+    assert chunks[-1].model_extra is not None
     ours = chunks[-1].model_extra["waterclock"]
     assert ours["queue_ms"] == 12.345
     assert ours["exec_ms"] == 67.89
