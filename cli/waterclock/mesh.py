@@ -458,6 +458,7 @@ class EmbeddedMesh:
             "WATERCLOCK_BUS__URL": self.bus_url,
             "WATERCLOCK_BUS__USER": service,
             "WATERCLOCK_BUS__PASSWORD": self.access.services[service],
+            "WATERCLOCK_BUS__GROUP_COMMIT": str(self.options.sync_interval == "always").lower(),
             "WATERCLOCK_BUS__EVENTS_BYTES_MAX": str(share * 4),
             "WATERCLOCK_BUS__REQUESTS_BYTES_MAX": str(share * 2),
             "WATERCLOCK_BUS__ANSWERS_BYTES_MAX": str(share),

@@ -77,6 +77,8 @@ class StreamSpec(Struct, frozen=True, kw_only=True):
     max_msgs_per_subject: int = -1
     discard: Literal["new", "old"] = "new"
     allow_direct: bool = True
+    allow_atomic: bool = False
+    """Whether several messages can be stored as one batch, with one write to the disk."""
     why: str = ""
 
 
@@ -93,6 +95,7 @@ EVENTS = StreamSpec(
     subjects=("wc.event.>",),
     max_age_s=7 * 24 * HOUR_S,
     max_msg_bytes=EVENT_BYTES_MAX,
+    allow_atomic=True,
     why="the tape; full means refused, never forgotten",
 )
 ANSWERS = StreamSpec(

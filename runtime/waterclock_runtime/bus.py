@@ -56,6 +56,9 @@ class BusSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     events_age_s_max: int = EVENTS.max_age_s
     replicas: int = 1
     writer_window: int = limits.WRITER_WINDOW
+    group_commit: bool = False
+    """Events that wait together are stored as one batch, with one write to the disk. For a bus
+    with ``sync_interval: always``, where each message would otherwise be a write of its own."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.writer_window <= limits.WRITER_WINDOW_MAX:
@@ -172,6 +175,7 @@ class Bus:
         self._on_break: list[Callable[[], None]] = []
         self._on_reconnect: list[Callable[[], None]] = []
         self._sweeper: asyncio.Task[None] | None = None
+        self._said_of_this_break: set[str] = set()
         self._drops_said_s = float("-inf")
         self._drops_said = 0
 
@@ -551,9 +555,10 @@ class Bus:
             )
         elif self.connected:
             self.log.warning("bus_error", error=repr(error))
-        else:
-            # Every try to connect again fails like this; the break itself has been said.
-            self.log.debug("bus_error", error=repr(error))
+        elif repr(error) not in self._said_of_this_break:
+            # Every further try fails alike; a new reason (other credentials, say) is news.
+            self._said_of_this_break.add(repr(error))
+            self.log.warning("bus_still_away", error=repr(error))
 
     def fail(self, error: Exception) -> None:
         """Something that cannot be gone on from: whoever waits for ``closed`` ends the service."""
@@ -564,6 +569,7 @@ class Bus:
     def run_break(self) -> None:
         """The connection was lost; the library has not begun to make a new one."""
         self.breaks += 1
+        self._said_of_this_break.clear()
         self._up.clear()
         self._forget_pending()
         self.log.warning("bus_lost", url=url_without_secrets(self.settings.url))
@@ -657,6 +663,7 @@ class Bus:
             "max_consumers": -1,
             "num_replicas": self.settings.replicas,
             "allow_direct": spec.allow_direct,
+            "allow_atomic": spec.allow_atomic,
             # Readers recognise repetitions themselves; the smallest window costs least.
             "duplicate_window": 100_000_000,
         }
@@ -671,9 +678,10 @@ class Bus:
             "storage",
             "discard",
             "allow_direct",
+            "allow_atomic",
             "max_msgs_per_subject",
         ):
-            if found.get(field) != wanted[field]:
+            if (found.get(field) or False) != (wanted[field] or False):
                 raise StreamMismatch(
                     f"stream {spec.name}: {field} is {found.get(field)!r}, expected"
                     f" {wanted[field]!r}; change the stream, or point [bus] url at a bus of the"
@@ -745,6 +753,8 @@ class Bus:
     ) -> list[Msg]:
         """The answers to all requests, in their order, each asked for until ``is_final``."""
         if self.closed.is_set():
+            # Whoever asks in a loop must not hold the event loop with it.
+            await asyncio.sleep(limits.ASK_AGAIN_S)
             await self.wait_connected()
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + limits.ANSWER_WAIT_S

@@ -107,3 +107,12 @@ assert LOOP_STUCK_S > 4 * LOOP_BEAT_S
 
 OWN_EVENTS_MAX = 8_192
 """Of its own events, so many are kept decoded until they are read back; more are decoded anew."""
+
+GROUP_MIN = 16
+"""Events that wait together from which on a batch pays: the bus spends some milliseconds on a
+batch of any size, and about a quarter of one on a single write to a quick disk."""
+GROUP_MAX = 256
+"""Of one batch. The bus takes 1,000 at most."""
+GROUP_BEGINS = 4
+"""With so many on their way, those behind wait and become a batch."""
+assert GROUP_BEGINS < GROUP_MIN < GROUP_MAX < 1_000

@@ -199,7 +199,12 @@ async def _run(
         if made is None:
             return True
         writer = await EventWriter.open(
-            bus, service=name, clock=clock, key=key, window=bus_settings.writer_window
+            bus,
+            service=name,
+            clock=clock,
+            key=key,
+            window=bus_settings.writer_window,
+            group_commit=bus_settings.group_commit,
         )
         writer.incarnation = await read_incarnation(bus)
         context = ServiceContext(

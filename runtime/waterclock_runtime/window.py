@@ -81,6 +81,11 @@ class Window(Generic[T]):
         """Whether there are some that are not on their way."""
         return self._next <= self.last
 
+    @property
+    def behind(self) -> int:
+        """How many are not on their way."""
+        return self.last + 1 - self._next
+
     def add(self, item: T) -> int:
         """Put one behind all others; its number."""
         self.last += 1

@@ -28,7 +28,7 @@ from waterclock_runtime import limits
 from waterclock_runtime.bus import Closable, Wire, decode_puback
 from waterclock_runtime.clock import Clock
 from waterclock_runtime.errors import BusUnavailable
-from waterclock_runtime.window import Window
+from waterclock_runtime.window import Entry, Window
 
 OnStored = Callable[[int], None]
 
@@ -57,6 +57,7 @@ class EventWriter:
         clock: Clock,
         key: bytes,
         window: int = limits.WRITER_WINDOW,
+        group_commit: bool = False,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bus = bus
@@ -70,6 +71,9 @@ class EventWriter:
         self._empty = asyncio.Event()
         self._empty.set()
         self._inbox = bus.new_inbox()
+        self._group_commit = group_commit
+        self._groups: dict[int, list[int]] = {}
+        """Numbers of the batches on their way, by the last of each."""
         self._stalled = ""
         self._probe_s = float("-inf")
         self._sealed_head = ""
@@ -99,8 +103,11 @@ class EventWriter:
         clock: Clock,
         key: bytes,
         window: int = limits.WRITER_WINDOW,
+        group_commit: bool = False,
     ) -> "EventWriter":
-        writer = cls(bus, service=service, clock=clock, key=key, window=window)
+        writer = cls(
+            bus, service=service, clock=clock, key=key, window=window, group_commit=group_commit
+        )
         writer.attach()
         writer._tasks = [
             asyncio.create_task(writer._sweep_for_ever(), name="writer-sweeper"),
@@ -260,25 +267,73 @@ class EventWriter:
         if not self._bus.connected:
             return
         now_s = self._now_s()
-        while (entry := self._window.take(now_s)) is not None:
-            waiting = entry.item
-            if not self._bus.publish(
-                waiting.subject, waiting.payload, reply=f"{self._inbox}.e.{entry.number}"
-            ):
-                self._window.put_back(entry)
+        window = self._window
+        while True:
+            if self._group_commit:
+                if window.in_flight >= limits.GROUP_BEGINS:
+                    # What comes meanwhile waits for the disk together, and goes together.
+                    return
+                if window.behind >= limits.GROUP_MIN:
+                    if self._send_group(now_s):
+                        continue
+                    return
+            entry = window.take(now_s)
+            if entry is None or not self._send(entry, f"{self._inbox}.e.{entry.number}"):
                 return
+
+    def _send(self, entry: Entry[_Waiting], reply: str) -> bool:
+        waiting = entry.item
+        if not self._bus.publish(waiting.subject, waiting.payload, reply=reply):
+            self._window.put_back(entry)
+            return False
+        if entry.tries > 1:
+            self.republished += 1
+        return True
+
+    def _send_group(self, now_s: float) -> bool:
+        """Several as one atomic batch, acknowledged together. Whether any went."""
+        window = self._window
+        entries: list[Entry[_Waiting]] = []
+        while len(entries) < limits.GROUP_MAX and (entry := window.take(now_s)) is not None:
+            entries.append(entry)
+        if not entries:
+            return False
+        batch_id = f"{self._chain.writer}-{entries[0].number}-{entries[0].tries}"
+        for place, entry in enumerate(entries, start=1):
+            last = place == len(entries)
+            headers = {"Nats-Batch-Id": batch_id, "Nats-Batch-Sequence": str(place)}
+            if last:
+                headers["Nats-Batch-Commit"] = "1"
+            reply = f"{self._inbox}.b.{entry.number}" if last else ""
+            if not self._bus.publish(entry.item.subject, entry.item.payload, headers, reply):
+                # The bus forgets a batch that is never committed.
+                for taken in reversed(entries):
+                    window.put_back(taken)
+                return False
             if entry.tries > 1:
                 self.republished += 1
+        self._groups[entries[-1].number] = [entry.number for entry in entries]
+        return True
 
     async def _on_answer(self, message: Msg) -> None:
         _, kind, text = message.subject.rsplit(".", 2)
         number = int(text)
         answer = decode_puback(message)
         window = self._window
+        group = self._groups.pop(number, None) if kind == "b" else None
+        if kind == "b" and group is None:
+            # Of before a break: all of it goes again, or has gone.
+            return
         if answer.error is not None or not answer.stream:
-            if window.refused(number):
+            if window.refused(number if group is None else group[0]):
                 self._stall(answer.error or {"description": "not an acknowledgement"})
             return
+        if group is not None:
+            # A batch stands on the tape without anything in between.
+            for before, elder in enumerate(reversed(group[:-1]), start=1):
+                stored = window.stored(elder)
+                if stored is not None and stored.item.on_stored is not None:
+                    stored.item.on_stored(answer.seq - before)
         entry = window.stored(number)
         if kind == "o" and window.lost_before(self._probe_s):
             # The bus answers in order, so what is older than this probe will not be answered.
@@ -305,6 +360,7 @@ class EventWriter:
         self._stalled = f"the tape refuses events: {error.get('description')}"
 
     def _on_break(self) -> None:
+        self._groups.clear()
         self._window.restart()
 
     async def _sweep_for_ever(self) -> None:
