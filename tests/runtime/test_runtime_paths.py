@@ -19,7 +19,7 @@ def test_the_runtimes_paths_are_measured() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    figures = {name: value for name, value in map(str.split, done.stdout.splitlines()[1:])}
+    figures = dict(line.split() for line in done.stdout.splitlines()[1:])
     for path in (
         "event_emitted_and_read_back",
         "event_read",
