@@ -78,7 +78,8 @@ class Bench:
         secret = mesh.tenant_secret("acme")
         argv = [sys.executable, str(HERE / "generate.py"), "--over", over]
         argv += ["--url", mesh.bus_url if over == "nats" else mesh.http_url]
-        argv += ["--secret", secret.password if over == "nats" else secret.api_key]
+        # With "=", because a secret may begin with a dash.
+        argv += [f"--secret={secret.password if over == 'nats' else secret.api_key}"]
         argv += ["--seconds", str(seconds), "--warm-up-s", str(warm_up_s)]
         for name, value in given.items():
             argv += [f"--{name.replace('_', '-')}", str(value)]
@@ -206,7 +207,7 @@ async def generate_http(
 ) -> dict[str, Any]:
     """Run the generator against any OpenAI-compatible server."""
     argv = [sys.executable, str(HERE / "generate.py"), "--over", "http", "--url", url]
-    argv += ["--secret", secret, "--seconds", str(seconds), "--warm-up-s", str(warm_up_s)]
+    argv += [f"--secret={secret}", "--seconds", str(seconds), "--warm-up-s", str(warm_up_s)]
     for name, value in given.items():
         argv += [f"--{name.replace('_', '-')}", str(value)]
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
