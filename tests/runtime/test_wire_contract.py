@@ -24,6 +24,10 @@ class Side(Protocol):
         """Until everything that was published has been taken and answered."""
         ...
 
+    async def hold(self) -> None:
+        """What is published from here on does not leave this process."""
+        ...
+
     async def break_off(self) -> None:
         """The connection breaks, and nothing that is on its way is taken any more."""
         ...
@@ -38,6 +42,9 @@ class InMemory:
 
     async def settle(self) -> None:
         self.fake.take_all()
+
+    async def hold(self) -> None:
+        """Nothing leaves unless the test says so."""
 
     async def break_off(self) -> None:
         self.fake.break_connection()
@@ -56,9 +63,16 @@ class Real:
         await self.bus.nc.flush()
         await asyncio.sleep(0.1)
 
+    async def hold(self) -> None:
+        self.broker.pause()
+        # More than the sockets hold: the rest stays in the client's buffer.
+        for _ in range(200):
+            self.bus.publish("wc.answer.acme.r", b"x" * 100_000)
+            await asyncio.sleep(0)
+        assert self.bus.nc.pending_data_size > 0
+
     async def break_off(self) -> None:
-        # What was published just now has not left the client's buffer.
-        self.broker.kill()
+        await asyncio.to_thread(self.broker.kill)
         await until(lambda: not self.bus.connected)
 
     async def come_back(self) -> None:
@@ -118,6 +132,7 @@ async def test_nothing_that_asked_for_a_reply_is_sent_again_after_a_break(side: 
     answers, pen = Answers(side.wire), chain()
     publish(side.wire, pen, answers, 0)
     await side.settle()
+    await side.hold()
     publish(side.wire, pen, answers, 1)
     await side.break_off()
     assert not side.wire.connected
