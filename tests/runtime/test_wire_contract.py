@@ -60,6 +60,8 @@ class Real:
         self.wire: Wire = bus
 
     async def settle(self) -> None:
+        # The library's flush overtakes what waits in its own buffer.
+        await until(lambda: self.bus.nc.pending_data_size == 0)
         await self.bus.nc.flush()
         await asyncio.sleep(0.1)
 
