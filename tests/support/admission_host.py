@@ -2,19 +2,30 @@
 
 import asyncio
 import hashlib
+import inspect
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
+from waterclock_proto.envelope import Envelope, decode_event
+from waterclock_proto.events import (
+    AdmissionElected,
+    Admitted,
+    EventData,
+    Rejected,
+    Resubmitted,
+)
 from waterclock_proto.requests import Receipt, Submission
-from waterclock_proto.subjects import receipt_subject, request_subject
+from waterclock_proto.subjects import event_filter, receipt_subject, request_subject
 from waterclock_runtime.bus import Bus, BusSettings
+from waterclock_runtime.tape import TapeReader
 
 MESH_KEY = bytes(range(32))
 API_KEYS = {"acme": "wc-key-of-acme", "globex": "wc-key-of-globex"}
@@ -204,3 +215,63 @@ def body(request_id: str, **fields: Any) -> bytes:
     """The bytes of a submission; a prompt and a bound unless said otherwise."""
     values: dict[str, Any] = {"id": request_id, "prompt": "tell me", "max_tokens": 16, **fields}
     return msgspec.json.encode(Submission(**values))
+
+
+async def eventually(check: Callable[[], Awaitable[object] | object], wait_s: float = 10.0) -> None:
+    """Wait until ``check`` says something true."""
+    async with asyncio.timeout(wait_s):
+        while True:
+            found = check()
+            if inspect.isawaitable(found):
+                found = await found
+            if found:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def read_events(bus: Bus, *kinds: type[EventData]) -> list[Envelope[EventData]]:
+    """Every event of some types up to the present head of the tape, in its order."""
+    reader = TapeReader(bus, filters=[event_filter(kind) for kind in kinds])
+    found: list[Envelope[EventData]] = []
+    async for batch in reader:
+        found += [decode_event(message.subject, message.payload) for message in batch]
+        if reader.caught_up:
+            break
+    await reader.close()
+    return found
+
+
+async def check_decisions(bus: Bus) -> dict[str, int]:
+    """What must hold of every tape: one valid decision for each submission, numbers without a hole.
+
+    Returns how many submissions each tenant has.
+    """
+    fence = 0
+    seen: set[tuple[str, int]] = set()
+    decided: dict[tuple[int, int], str] = {}
+    numbers: dict[str, list[int]] = {}
+    admitted: set[tuple[str, str]] = set()
+    kinds = (AdmissionElected, Admitted, Rejected, Resubmitted)
+    for envelope in await read_events(bus, *kinds):
+        data = envelope.data
+        if envelope.source != "/waterclock/admission" or envelope.fence < fence:
+            continue
+        if (envelope.writer, envelope.counter) in seen:
+            continue
+        seen.add((envelope.writer, envelope.counter))
+        fence = envelope.fence
+        if isinstance(data, AdmissionElected):
+            continue
+        assert isinstance(data, Admitted | Rejected | Resubmitted)
+        assert data.number is not None
+        count = data.count if isinstance(data, Rejected) else 1
+        numbers.setdefault(data.tenant, []).extend(range(data.number, data.number + count))
+        key = (data.requests_sequence, data.arrival.wall_us)
+        assert key not in decided, f"{key} was decided twice: {decided[key]} and {data}"
+        decided[key] = str(data)
+        if isinstance(data, Admitted):
+            assert (data.tenant, data.id) not in admitted, f"{data.id} was admitted twice"
+            admitted.add((data.tenant, data.id))
+    for tenant, used in numbers.items():
+        assert sorted(used) == list(range(1, len(used) + 1)), f"numbers of {tenant}"
+    return {tenant: len(used) for tenant, used in numbers.items()}

@@ -70,6 +70,7 @@ class Budgets:
         self._releases: list[tuple[str, str]] = []
         self._failures = 0
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
         self.degraded = False
         """Redis is configured, and the mirror answers."""
         self.failures = 0
@@ -90,6 +91,8 @@ class Budgets:
         self._task = asyncio.create_task(self._tend(), name="budgets")
 
     async def close(self) -> None:
+        # The client can swallow a cancellation that meets it while it waits for an answer.
+        self._closed = True
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -151,7 +154,14 @@ class Budgets:
                 "releases": [[places[tenant], member] for tenant, member in releases],
             }
             try:
-                found = await self._run(tenants, msgspec.json.encode(call))
+                try:
+                    found = await self._run(tenants, msgspec.json.encode(call))
+                except NoScriptError:
+                    # The server does not know the script that it was given at the beginning: it
+                    # was started again, and has forgotten everything else as well.
+                    for tenant in self._terms:
+                        await self._write_mirror(tenant, levels=True)
+                    found = await self._run(tenants, msgspec.json.encode(call), whole=True)
             except BaseException:
                 # Not told, or not known whether: telling twice does no harm.
                 self._releases = releases + self._releases
@@ -170,24 +180,25 @@ class Budgets:
             at += 3
         return answers
 
-    async def _run(self, tenants: Sequence[str], call: bytes, now_us: int = 0) -> list[int]:
+    async def _run(
+        self, tenants: Sequence[str], call: bytes, now_us: int = 0, *, whole: bool = False
+    ) -> list[int]:
+        """Run the script, named by its hash or (``whole``) sent as it is."""
         assert self._redis is not None
         keys: list[str] = []
         for tenant in tenants:
             keys += [self._level_key(tenant), self._open_key(tenant)]
         arguments: list[str | bytes] = [*keys, str(now_us), call, str(limits.CONCURRENCY_RETRY_MS)]
         redis = cast(Any, self._redis)
-        try:
-            return await redis.evalsha(SCRIPT_SHA1, len(keys), *arguments)
-        except NoScriptError:
-            # The server is another one than before, or was started again.
+        if whole:
             return await redis.eval(SCRIPT, len(keys), *arguments)
+        return await redis.evalsha(SCRIPT_SHA1, len(keys), *arguments)
 
     async def _tend(self) -> None:
         """Tell releases that no batch carried along; look after Redis while it is away."""
         loop = asyncio.get_running_loop()
         reconciled_s = loop.time()
-        while True:
+        while not self._closed:
             await asyncio.sleep(limits.BREAKER_PROBE_S if self.degraded else limits.RELEASE_FLUSH_S)
             try:
                 async with asyncio.timeout(limits.BREAKER_PROBE_S):
@@ -219,33 +230,35 @@ class Budgets:
             "asks": [],
             "releases": [],
         }
-        found = await self._run(tenants, msgspec.json.encode(call))
+        found = await self._run(tenants, msgspec.json.encode(call), whole=True)
         for place, tenant in enumerate(tenants):
             requests, tokens, at_us = found[3 * place : 3 * place + 3]
             self._mirror.set_level(tenant, Level(requests=requests, tokens=tokens, at_us=at_us))
 
     async def _reconcile(self, *, levels: bool) -> None:
         """Make Redis say what the mirror says: who is open; after an absence also the levels."""
-        redis = cast(Any, self._redis)
         for tenant in self._terms:
             # Nobody may be granted anything between the reading and the writing.
             async with self._lock:
-                pipeline = redis.pipeline(transaction=True)
-                pipeline.delete(self._open_key(tenant))
-                members = self._mirror.members(tenant)
-                for at in range(0, len(members), limits.RECONCILE_CHUNK):
-                    chunk = dict(members[at : at + limits.RECONCILE_CHUNK])
-                    pipeline.zadd(self._open_key(tenant), chunk)
-                if members:
-                    pipeline.expire(self._open_key(tenant), limits.FORGET_AFTER_S)
-                if levels:
-                    level = self._mirror.level(tenant, self._now_us())
-                    pipeline.set(
-                        self._level_key(tenant),
-                        f"{level.requests} {level.tokens} {level.at_us}",
-                        ex=limits.FORGET_AFTER_S,
-                    )
-                await pipeline.execute()
+                await self._write_mirror(tenant, levels=levels)
+
+    async def _write_mirror(self, tenant: str, *, levels: bool) -> None:
+        pipeline = cast(Any, self._redis).pipeline(transaction=True)
+        pipeline.delete(self._open_key(tenant))
+        members = self._mirror.members(tenant)
+        for at in range(0, len(members), limits.RECONCILE_CHUNK):
+            chunk = dict(members[at : at + limits.RECONCILE_CHUNK])
+            pipeline.zadd(self._open_key(tenant), chunk)
+        if members:
+            pipeline.expire(self._open_key(tenant), limits.FORGET_AFTER_S)
+        if levels:
+            level = self._mirror.level(tenant, self._now_us())
+            pipeline.set(
+                self._level_key(tenant),
+                f"{level.requests} {level.tokens} {level.at_us}",
+                ex=limits.FORGET_AFTER_S,
+            )
+        await pipeline.execute()
 
     def _set_degraded(self, error: Exception) -> None:
         self._releases.clear()
