@@ -109,9 +109,10 @@ class ValkeyProcess:
     def _end(self, number: signal.Signals) -> None:
         if self.process is None or self.process.poll() is not None:
             return
-        # A paused process takes no SIGTERM.
-        os.kill(self.process.pid, signal.SIGCONT)
         os.kill(self.process.pid, number)
+        if number != signal.SIGKILL:
+            # A paused process takes no SIGTERM until it goes on.
+            os.kill(self.process.pid, signal.SIGCONT)
         try:
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
