@@ -29,7 +29,15 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError
 
-from waterclock_proto.subjects import ANSWERS, EVENTS, REQUESTS, STREAMS, StreamSpec, final_subject
+from waterclock_proto.subjects import (
+    ANSWERS,
+    EVENT_PREFIX,
+    EVENTS,
+    REQUESTS,
+    STREAMS,
+    StreamSpec,
+    final_subject,
+)
 from waterclock_runtime import limits
 from waterclock_runtime.errors import BusUnavailable, PoisonMessage, StreamMismatch
 
@@ -331,14 +339,19 @@ class Bus:
         return self.listen(subject, on_message)
 
     def listen(self, subject: str, on_message: OnMessage) -> Subscription:
-        """Core subscription with whole messages; what ``on_message`` raises ends the service."""
-        return Subscription(
-            _drive(
-                self.nc.subscribe(  # pyright: ignore[reportUnknownMemberType] - a parameter that is not used here has no full type
-                    subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0
-                )
+        """Core subscription with whole messages; what ``on_message`` raises ends the service.
+
+        ``on_message`` runs while the client parses what came in, so it must not wait.
+        """
+        subscription = _drive(
+            self.nc.subscribe(  # pyright: ignore[reportUnknownMemberType] - a parameter that is not used here has no full type
+                subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0
             )
         )
+        # The client keeps messages in a queue for a task of the subscription, and that detour
+        # costs as much as the rest of receiving one. Nothing here needs the task.
+        subscription._pending_queue = _StraightOn(on_message, self.fail)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue] - there is no public way past the queue; the version is pinned, and tests/contract watch it
+        return Subscription(subscription)
 
     def store_soon(
         self,
@@ -620,7 +633,8 @@ class Bus:
         kept = [
             command
             for command in self.nc._pending  # pyright: ignore[reportPrivateUsage] - see the module's head: it offers no other way
-            if b" _INBOX." not in command.partition(b"\r\n")[0]
+            if not command.startswith(_EVENT_COMMANDS)
+            and b" _INBOX." not in command.partition(b"\r\n")[0]
         ]
         self.nc._pending = kept  # pyright: ignore[reportPrivateUsage] - as above
         self.nc._pending_data_size = sum(map(len, kept))  # pyright: ignore[reportPrivateUsage] - as above
@@ -967,6 +981,31 @@ def _advice(stream: str, error: Mapping[str, Any]) -> str:
     )
 
 
+class _StraightOn:
+    """Stands where the client keeps a subscription's messages, and hands each on at once."""
+
+    __slots__ = ("_fail", "_on_message")
+
+    def __init__(self, on_message: OnMessage, fail: Callable[[Exception], None]) -> None:
+        self._on_message = on_message
+        self._fail = fail
+
+    def put_nowait(self, message: Msg) -> None:
+        try:
+            _drive(self._on_message(message))  # pyright: ignore[reportArgumentType] - handlers are coroutines
+        except Exception as error:  # noqa: BLE001 - a bug in a handler ends the service, not the parser
+            self._fail(error)
+
+    def qsize(self) -> int:
+        return 0
+
+    def empty(self) -> bool:
+        return True
+
+    async def join(self) -> None:
+        """Nothing is ever kept."""
+
+
 def _registered(
     callbacks: list[Callable[[], None]], callback: Callable[[], None]
 ) -> Callable[[], None]:
@@ -1001,4 +1040,6 @@ _SUBJECTS_OVERLAP = 10065
 _NOT_YET = (10008, 10009)
 """No leader yet: the cluster is coming up."""
 _NO_JETSTREAM = (10039, 10076)
+_EVENT_COMMANDS = (f"PUB {EVENT_PREFIX}".encode(), f"HPUB {EVENT_PREFIX}".encode())
+"""Events are repeated by their writers; those of a batch ask for no reply each."""
 _PUBACK = msgspec.json.Decoder(PubAck)

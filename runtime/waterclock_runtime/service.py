@@ -145,6 +145,9 @@ def run_service(
     log = configure_logs(
         service=instance or name, level=service.log_level, pretty=service.log_pretty
     )
+    # Events are short-lived and point at nothing that points back: looking for cycles after every
+    # 700 new objects, as Python does by default, finds none and takes a tenth of the time.
+    gc.set_threshold(50_000, 20, 50)
     try:
         stored = uvloop.run(_run(name, main, instance or name, service, bus, loader, mesh_key, log))
     except ConfigRefused as refused:
