@@ -143,3 +143,30 @@ def test_a_job_carries_what_the_engine_needs() -> None:
     assert job.messages == [{"role": "user", "content": "hi"}]
     assert job.sampling == {"temperature": "0.5", "stop": ["x"]}
     assert (job.seed, job.ignore_eos, job.output_tokens_max) == (3, True, 16)
+
+
+def heard(*events: tuple[str, int]) -> list[bool]:
+    memory = core.Heard()
+    return [memory.first_time(writer, counter) for writer, counter in events]
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        pytest.param([("s", 3), ("s", 4), ("s", 9)], [True, True, True], id="in order, with gaps"),
+        pytest.param([("s", 4), ("s", 4)], [True, False], id="twice in a row"),
+        pytest.param([("s", 4), ("s", 9), ("s", 4)], [True, True, False], id="twice, later"),
+        pytest.param([("s", 9), ("s", 4), ("s", 4)], [True, True, False], id="overtaken"),
+        pytest.param(
+            [("s", 0), ("s", core.HEARD_EVENTS_MAX), ("s", 0), ("s", 1)],
+            [True, True, False, True],
+            id="from further back than a writer repeats",
+        ),
+        pytest.param([("s", 4), ("t", 4), ("t", 4)], [True, True, False], id="another scheduler"),
+        pytest.param([("s", 1), ("s", 10**9), ("s", 1)], [True, True, False], id="far ahead"),
+    ],
+)  # fmt: skip
+def test_a_repetition_of_the_schedulers_words_is_known(
+    events: list[tuple[str, int]], expected: list[bool]
+) -> None:
+    assert heard(*events) == expected

@@ -25,6 +25,9 @@ from waterclock_proto.stamps import Stamp
 from waterclock_worker.engine import EngineJob
 
 DETAIL_LENGTH_MAX = 512
+HEARD_EVENTS_MAX = 8_192
+"""Twice the largest window that a writer may be configured to have, and some."""
+_HEARD_BITS = (1 << HEARD_EVENTS_MAX) - 1
 
 Key = tuple[str, str]
 """(tenant, request id)."""
@@ -79,6 +82,40 @@ class CannotRun(Exception):
         super().__init__(detail)
         self.reason: FailReason = reason
         self.detail = detail
+
+
+class Heard:
+    """Which events of the present scheduler were read, so that a repetition of one is known.
+
+    A writer says again, byte for byte, what the bus did not acknowledge; whatever it says twice
+    lies within its window. What is further behind its newest event counts as a repetition.
+    """
+
+    __slots__ = ("_mask", "_newest", "_writer")
+
+    def __init__(self) -> None:
+        self._writer = ""
+        self._newest = -1
+        self._mask = 0
+
+    def first_time(self, writer: str, counter: int) -> bool:
+        """Note an event; False for one that was noted before.
+
+        Another writer begins anew: of the one before it nothing counts any more.
+        """
+        if writer != self._writer:
+            self._writer, self._newest, self._mask = writer, counter, 1
+            return True
+        ahead = counter - self._newest
+        if ahead > 0:
+            kept = self._mask << ahead if ahead < HEARD_EVENTS_MAX else 0
+            self._mask = (kept | 1) & _HEARD_BITS
+            self._newest = counter
+            return True
+        if -ahead >= HEARD_EVENTS_MAX or self._mask >> -ahead & 1:
+            return False
+        self._mask |= 1 << -ahead
+        return True
 
 
 def make_job(

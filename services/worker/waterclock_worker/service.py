@@ -5,6 +5,7 @@ import contextlib
 import heapq
 import secrets
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 from prometheus_client import Counter, Gauge, Histogram
@@ -24,6 +25,7 @@ from waterclock_proto.events import (
     Terminal,
     TerminalData,
 )
+from waterclock_proto.names import Outcome
 from waterclock_proto.requests import (
     Beat,
     Delta,
@@ -55,6 +57,7 @@ from waterclock_worker.engine import Engine, EngineJob, EngineOutput, EngineStam
 
 EXPIRY_TICK_S = 0.01
 """How late a running request may be stopped after its deadline, at most, plus an engine step."""
+MODEL_LENGTH_MAX = 200
 CANCELS_REMEMBERED_MAX = 10_000
 """Cancels that may overtake their dispatch. Older ones belong to requests that never come here."""
 
@@ -85,6 +88,7 @@ class WorkerService:
         self._readers: set[asyncio.Task[None]] = set()
         self._streams: set[asyncio.Task[None]] = set()
         self._fence = 0
+        self._heard = core.Heard()
         self._draining = False
         self._batch_cap: int | None = None
         self._dead = ""
@@ -94,9 +98,10 @@ class WorkerService:
         Gauge("waterclock_worker_in_flight", "Attempts held", registry=registry).set_function(
             lambda: len(self._attempts)
         )
-        self._ends = Counter(
+        ends = Counter(
             "waterclock_worker_ends_total", "Attempts ended", ["outcome"], registry=registry
         )
+        self._ends = {outcome: ends.labels(outcome) for outcome in get_args(Outcome)}
         self._tokens = Counter(
             "waterclock_worker_output_tokens_total", "Tokens made", registry=registry
         )
@@ -218,6 +223,9 @@ class WorkerService:
             self._fence = max(self._fence, envelope.fence)
         elif envelope.fence < self._fence:
             # Of a scheduler that was replaced: what it says does not count any more.
+            return
+        elif not self._heard.first_time(envelope.writer, envelope.counter):
+            # A dispatch that is said again after its attempt has ended must not run again.
             return
         elif isinstance(data, Dispatched):
             attempt = self._dispatch(data)
@@ -365,7 +373,7 @@ class WorkerService:
         attempt.prompt_tokens = output.prompt_tokens or attempt.prompt_tokens
         attempt.cached_tokens = output.cached_tokens
         attempt.preemptions = output.preemptions
-        attempt.model_served = output.model_served or attempt.model_served
+        attempt.model_served = output.model_served[:MODEL_LENGTH_MAX] or attempt.model_served
         attempt.output_tokens += output.tokens
         if attempt.why != "lost":
             event = core.first_token(attempt, self.life)
@@ -428,7 +436,7 @@ class WorkerService:
             return
         counter = self._ctx.writer.emit(terminal)
         self._ended[attempt.key] = (attempt, terminal, counter)
-        self._ends.labels(terminal.OUTCOME).inc()
+        self._ends[terminal.OUTCOME].inc()
         self._tokens.inc(attempt.output_tokens)
 
     def _read_back(self, envelope: Envelope[EventData]) -> None:
