@@ -70,7 +70,7 @@ async def test_the_cache_sleeps_and_budgets_are_kept_by_the_local_rule(drill: Dr
     await drill.until("recovered", lambda: "budgets" not in mesh.health("admission"))
     report = await drill.check()
     assert outcomes(handles) == {"completed": len(handles)}
-    # Nobody waited for the cache for long: each answer of it has a bound, and the second is its last.
+    # Nobody waited long: an answer of the cache has a bound, and the second late one is its last.
     waits_us = [
         (handle.times.receipt_ns - handle.times.sent_ns) // 1000
         for handle in handles

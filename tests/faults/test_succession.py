@@ -16,6 +16,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ELECTED = ("admission", "scheduler")
 SERVICES = ("admission", "scheduler", "en-1", "ledger")
+LEAVE_WAIT_S = 6.0
+"""Well below the grace after which a process that does not end is cut off."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -111,7 +113,7 @@ async def test_a_service_is_told_to_leave_under_load(drill: Drill, name: str) ->
     await asyncio.sleep(0.7)
     child.signal(signal.SIGTERM)
     handles = await load
-    await drill.until("it left", lambda: process.poll() is not None)
+    await drill.until("it left", lambda: process.poll() is not None, LEAVE_WAIT_S)
     assert process.returncode == 0, child.last_log()
     await drill.ready()
     report = await drill.check()
