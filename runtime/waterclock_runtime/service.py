@@ -6,6 +6,7 @@ sets ``stopping``, then lets it finish, drains the writer and leaves.
 """
 
 import asyncio
+import gc
 import os
 import secrets
 import signal

@@ -43,6 +43,11 @@ def detect(text: str) -> Detected:
     Any string has an answer: lone surrogates, which JSON can carry, are no letters.
     """
     text = clip(text)
+    if text.isascii():
+        # Most prompts in Latin script: nothing to count.
+        if _LETTER.search(text) is None:
+            return Detected("und", 0)
+        return _latin(text, accented_permille=0)
     han = kana = hangul = latin = accented = letters = 0
     for char, count in Counter(text).items():
         if not char.isalpha() and char not in _HAN_MARKS:
@@ -141,6 +146,7 @@ def _is_han(code: int) -> bool:
 
 
 _HAN_MARKS: Final = frozenset("々〇〆")
+_LETTER: Final = re.compile(r"[A-Za-z]")
 _WORD: Final = re.compile(r"[^\W\d_]+")
 _ENGLISH: Final = frozenset(ENGLISH_WORDS.split())
 _FOREIGN: Final = frozenset(FOREIGN_WORDS.split())

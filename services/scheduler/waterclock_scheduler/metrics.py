@@ -14,6 +14,7 @@ class Metrics:
     """Gauges read the board when they are scraped; counters are told."""
 
     def __init__(self, registry: CollectorRegistry, board: Board) -> None:
+        self._by_type: dict[str, Counter] = {}
         self.events = Counter(
             "waterclock_scheduler_events_total", "Events published", ["type"], registry=registry
         )
@@ -74,7 +75,10 @@ class Metrics:
 
     def published(self, event: EventData) -> None:
         """Count an event that was published."""
-        self.events.labels(event.TYPE).inc()
+        counter = self._by_type.get(event.TYPE)
+        if counter is None:
+            counter = self._by_type[event.TYPE] = self.events.labels(event.TYPE)
+        counter.inc()
         if isinstance(event, Rejected):
             self.rejected.labels(event.reason).inc()
         elif isinstance(event, AttemptLost):
