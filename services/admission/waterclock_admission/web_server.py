@@ -9,12 +9,15 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Literal, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from waterclock_admission.config import HttpSettings
@@ -89,10 +92,12 @@ def _protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
             _loop: asyncio.AbstractEventLoop | None = None,
         ) -> None:
             super().__init__(config, server_state, app_state, _loop)
+            self._heads = 0
+            """Requests that have begun on this connection."""
             self._head_bytes = 0
             self._head_timer: asyncio.TimerHandle | None = None
-            self._in_head = True
-            """Whether the headers of the next request are not complete."""
+            self._part: Literal["idle", "head", "body"] = "idle"
+            """What of a request comes next."""
             self._turned_away = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -109,15 +114,20 @@ def _protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
         def data_received(self, data: bytes) -> None:
             if self._turned_away:
                 return
-            if self._in_head and self._head_timer is None:
+            # How many heads begin in this piece if all of it belongs to one that is not complete.
+            # Of a piece that also holds the end of another request nothing is counted.
+            heads = {"idle": 1, "head": 0, "body": -1}[self._part] + self._heads
+            if self._part != "body" and self._head_timer is None:
                 self._arm()
             super().data_received(data)
-            if self._in_head and not self._turned_away:
+            if self._part == "head" and self._heads == heads and not self._turned_away:
                 self._head_bytes += len(data)
                 self._check_head()
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            self._part = "head"
+            self._heads += 1
             self._head_bytes = 0
             self.scope["state"][ABORT] = self._abort  # pyright: ignore[reportTypedDictNotRequiredAccess]  # uvicorn has just set it
 
@@ -128,7 +138,7 @@ def _protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
             self._check_head()
             if self._turned_away:
                 return
-            self._in_head = False
+            self._part = "body"
             self._disarm()
             super().on_headers_complete()
 
@@ -137,8 +147,7 @@ def _protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self._in_head = True
-            self._head_bytes = 0
+            self._part = "idle"
             if not self._turned_away:
                 super().on_message_complete()
 
@@ -161,6 +170,11 @@ def _protocol(settings: HttpSettings) -> type[HttpToolsProtocol]:
             if self._turned_away or self.transport.is_closing():
                 return
             self._turned_away = True
+            running = cast("RequestResponseCycle | None", self.cycle)
+            if running is not None and not running.response_complete:
+                # An answer is on its way; it ends, and the connection with it.
+                running.keep_alive = False
+                return
             self.transport.write(
                 b"HTTP/1.1 %d %s\r\n%scontent-length: 0\r\nconnection: close\r\n\r\n"
                 % (status, phrase.encode(), more)
