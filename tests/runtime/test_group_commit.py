@@ -1,6 +1,7 @@
 """Group commit: events that wait together stand on the tape together, once, in order."""
 
 import asyncio
+from functools import partial
 
 from broker_process import BrokerProcess
 from runtime_probe import KEY, connected, event
@@ -34,7 +35,7 @@ async def test_batches_keep_the_order_and_name_each_sequence(broker: BrokerProce
         )
         writer.attach()
         for number in range(COUNT):
-            writer.emit(event(number), lambda sequence, n=number: stored.setdefault(n, sequence))
+            writer.emit(event(number), partial(stored.__setitem__, number))
             if number % 300 == 0:
                 await asyncio.sleep(0)
             await writer.ready()
