@@ -350,7 +350,7 @@ class Bus:
         )
         # The client keeps messages in a queue for a task of the subscription, and that detour
         # costs as much as the rest of receiving one. Nothing here needs the task.
-        subscription._pending_queue = _StraightOn(on_message, self.fail)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue] - there is no public way past the queue; the version is pinned, and tests/contract watch it
+        subscription._pending_queue = _StraightOn(on_message, self.fail)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue] - there is no public way past the queue; the version is pinned, and the tests of the runtime on a real bus watch it
         return Subscription(subscription)
 
     def store_soon(
@@ -995,6 +995,10 @@ class _StraightOn:
             _drive(self._on_message(message))  # pyright: ignore[reportArgumentType] - handlers are coroutines
         except Exception as error:  # noqa: BLE001 - a bug in a handler ends the service, not the parser
             self._fail(error)
+
+    async def get(self) -> Msg:
+        """What the subscription's own task waits for until it is cancelled."""
+        return await asyncio.get_running_loop().create_future()
 
     def qsize(self) -> int:
         return 0
