@@ -22,13 +22,14 @@ UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --constraints constra
 PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt \
                --build-constraint constraints.txt $(INSTALL)
 
-.PHONY: help env demo up test faults containers check format bench bench-litellm pins clean
+.PHONY: help env demo up test faults campaign-faults containers check format bench bench-litellm pins clean
 
 help:
 	@echo 'make demo    a mesh on this machine, real requests through it, and what it proves'
 	@echo 'make up      a mesh on this machine, until interrupted'
 	@echo 'make test    all tests but the fault and the slow ones'
 	@echo 'make faults  the tests that break something while the mesh runs'
+	@echo 'make campaign-faults  the long form: random faults, seeded'
 	@echo 'make containers  builds compose.yaml and tests it; needs Docker'
 	@echo 'make check   lint, format, types, imports, house rules'
 	@echo 'make bench   the benchmarks'
@@ -59,7 +60,12 @@ test: env
 	$(BIN)/python -m pytest --ignore=tests/faults -m 'not slow and not faults'
 
 faults: env
-	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python -m pytest tests/faults -m 'not slow'
+
+# Rounds of random faults, about half a minute each; WATERCLOCK_CAMPAIGN_SEED and
+# WATERCLOCK_CAMPAIGN_ROUNDS choose which and how many.
+campaign-faults: env
+	$(BIN)/python -m pytest tests/faults -m slow
 
 # Where no Docker daemon answers, one is started from the stand-ins beside the repository if they are
 # there, and keeps running; otherwise this fails and says what is missing (CI=true lets no test skip).
