@@ -541,6 +541,7 @@ class Edge:
         most = self._http.body_bytes_max
         declared = headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > most:
+            await _discard(receive, most)
             raise _too_large(int(declared), most)
         parts: list[bytes] = []
         size = 0
@@ -553,6 +554,7 @@ class Edge:
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > most:
+                        await _discard(receive, most)
                         raise _too_large(size, most)
                     if not message.get("more_body", False):
                         return b"".join(parts)
@@ -593,6 +595,7 @@ class _Ended(ApiError):
             kind=error.kind,
             code=error.code,
             param=error.param,
+            reason=error.reason,
             retry_after_ms=error.retry_after_ms,
             retry=error.retry,
         )
@@ -705,6 +708,23 @@ class _Answer:
             raise _Stalled from error
 
 
+async def _discard(receive: Receive, body_bytes_max: int) -> None:
+    """Read on for a moment what is refused anyway.
+
+    A client that is still sending when its connection is closed gets a reset, and never sees the
+    answer that was on its way.
+    """
+    left = limits.DISCARD_TIMES * body_bytes_max
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limits.DISCARD_WAIT_S):
+            while left > 0:
+                async with asyncio.timeout(limits.DISCARD_IDLE_S):
+                    message = await receive()
+                left -= len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+
+
 async def _watch_client(receive: Receive, exchange: Exchange) -> None:
     """End the exchange when the client goes away."""
     while True:
@@ -784,7 +804,7 @@ def _error_headers(error: ApiError, request_id: str | None) -> Headers:
     if request_id is not None:
         headers.append((b"x-request-id", request_id.encode()))
     if error.code is not None:
-        headers.append((b"x-waterclock-reason", _header(error.code)))
+        headers.append((b"x-waterclock-reason", _header(error.reason or error.code)))
     if error.status in (429, 503):
         wait_ms = 1000 if error.retry_after_ms is None else error.retry_after_ms
         # Whole seconds for everybody, rounded up; milliseconds for OpenAI's client.

@@ -105,6 +105,11 @@ DRAIN_WAIT_S = 4.0
 """When leaving: how long answers that are being sent may take."""
 # All that, a snapshot and the end of the server come before the runtime stops waiting.
 assert SETTLE_WAIT_S + max(READ_BACK_WAIT_S, DRAIN_WAIT_S + 1.0) + 2.0 < STOP_GRACE_S
+DISCARD_TIMES = 8
+DISCARD_WAIT_S = 2.0
+DISCARD_IDLE_S = 0.25
+"""Of a body that is too large so many times the bound is read and thrown away, in so much time and
+with pauses of at most so much, so that its sender sees the refusal and not a reset."""
 ANSWER_GRACE_S = 5.0
 """The edge waits for a final answer so long after the deadline, then gives up by itself."""
 

@@ -38,6 +38,7 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
+        reason: RejectReason | None = None,
         retry_after_ms: int | None = None,
         retry: bool | None = None,
     ) -> None:
@@ -47,6 +48,8 @@ class ApiError(Exception):
         self.kind = kind
         self.code = code
         self.param = param
+        self.reason: RejectReason | None = reason
+        """The mesh's own word, where OpenAI has one code for several of them."""
         self.retry_after_ms = retry_after_ms
         self.retry = retry
         """Whether OpenAI's client should try again by itself; None leaves it to the status."""
@@ -559,6 +562,7 @@ def refusal(reason: RejectReason, detail: str, retry_after_ms: int | None) -> Ap
         kind=kind,
         code=code or reason,
         param=param,
+        reason=reason,
         retry_after_ms=retry_after_ms if status in (429, 503) else None,
         retry=None if status in (429, 503) else False,
     )
