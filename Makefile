@@ -57,7 +57,8 @@ up: env
 	$(BIN)/waterclock up
 
 test: env
-	$(BIN)/python -m pytest --ignore=tests/faults -m 'not slow and not faults'
+	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore=tests/faults -m "not slow and not faults and not bench"
+	$(BIN)/python -m pytest -m bench tests/bench
 
 faults: env
 	$(BIN)/python -m pytest tests/faults -m 'not slow'

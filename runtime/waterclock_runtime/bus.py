@@ -551,6 +551,9 @@ class Bus:
                 await self.nc.flush(timeout=2)
         with contextlib.suppress(NatsError, OSError, TimeoutError):
             await self.nc.close()
+        # A cancellation can be lost in the client's own wait_for (Python 3.11), and then it would
+        # look for a server for ever. With none to look for it ends by itself.
+        self.nc._server_pool.clear()  # pyright: ignore[reportPrivateUsage] - there is no public way to end it
         self.run_closed()
 
     # What the connection says.
