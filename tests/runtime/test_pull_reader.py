@@ -142,13 +142,17 @@ async def test_a_takeover_during_a_break_is_noticed_after_it(broker: BrokerProce
         await new.close()
 
 
-async def test_a_queue_without_a_stream_ends(broker: BrokerProcess) -> None:
+async def test_a_queue_without_a_stream_ends(
+    broker: BrokerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "PULL_HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(limits, "PULL_SILENCE_S", 0.6)
     async with connected(broker.url) as bus:
         queue = await Queue(bus).open()
         await bus.api(f"STREAM.DELETE.{REQUESTS.name}", {})
         assert queue.task is not None
         with pytest.raises((ConsumerTaken, StreamRolledBack)):
-            await asyncio.wait_for(queue.task, limits.PULL_SILENCE_S + 2)
+            await asyncio.wait_for(queue.task, 5)
         await queue.close()
 
 
