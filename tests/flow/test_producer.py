@@ -50,7 +50,7 @@ async def busy_slots(drill: Drill) -> list[Handle]:
 
 
 def event_of(drill: Drill, handle: Handle, tenant: str = "acme"):
-    return drill.checker._recount.requests[tenant, handle.id]
+    return drill.checker.recount.requests[tenant, handle.id]
 
 
 async def test_a_stream_comes_in_pieces_and_ends_in_a_final_with_both_clocks(drill: Drill) -> None:

@@ -29,7 +29,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
@@ -137,7 +137,7 @@ class MeshChecker:
         self._tape: list[Stored] = []
         self._requests: list[Submitted] = []
         slots = {name: mesh.slots(name) for name in mesh.workers}
-        self._recount = Recount(slots)
+        self.recount = Recount(slots)
 
     def hold(self, handles: Iterable[Handle], tenant: str) -> None:
         """Take what a producer has into every check from now on."""
@@ -153,9 +153,9 @@ class MeshChecker:
         give_up_s = loop.time() + wait_s
         while True:
             await self._read_on()
-            still_open, undecided = self._recount.open(), self._undecided()
+            still_open, undecided = self.recount.open(), self._undecided()
             if not still_open and not undecided:
-                return self._recount
+                return self.recount
             if loop.time() > give_up_s:
                 names = ", ".join(still_open[:NAMED_MAX])
                 raise AssertionError(
@@ -207,13 +207,13 @@ class MeshChecker:
             finals={key: list(payloads) for key, payloads in watch.finals.items()},
             claims=list(self.claims),
             tenants=tuple(mesh.config["tenants"]),
-            slots=dict(self._recount.slots),
+            slots=dict(self.recount.slots),
             beats={life: list(times) for life, times in watch.beats.items()},
             breaks=list(watch.breaks),
             killed=tuple(sorted(mesh.killed)),
             public=public,
             secrets=self._secrets(),
-            recount=self._recount,
+            recount=self.recount,
         )
 
     async def check(self, wait_s: float = 30.0) -> Report:
@@ -252,7 +252,7 @@ class MeshChecker:
         after = self._tape[-1].sequence + 1 if self._tape else 1
         news = await self.watch.stream("EVENTS", after)
         self._tape += news
-        self._recount.take_all(news)
+        self.recount.take_all(news)
         after = self._requests[-1].sequence + 1 if self._requests else 1
         self._requests += [
             Submitted(m.sequence, m.stored_ns, m.subject, m.payload)
@@ -261,7 +261,7 @@ class MeshChecker:
 
     def _undecided(self) -> list[int]:
         tenants = set(self.mesh.config["tenants"])
-        decided = _decided(self._recount.decisions, self._requests)
+        decided = _decided(self.recount.decisions, self._requests)
         return [
             message.sequence
             for message in self._requests
@@ -363,7 +363,9 @@ def find_after_stop(folder: Path) -> Iterator[str]:
     """
     for pid, line in processes_of(folder).items():
         yield f"left running: process {pid}: {line}"
-    for clock, zone in (("queue", "UTC"), ("exec", "Asia/Shanghai")):
+    clocks: tuple[tuple[Literal["queue", "exec"], str], ...]
+    clocks = (("queue", "UTC"), ("exec", "Asia/Shanghai"))
+    for clock, zone in clocks:
         here = io.StringIO()
         status = run_replay(
             folder,
