@@ -36,7 +36,7 @@ SLOTS: Final = 4
 RATE_MILLI: Final = 24_000
 BURST_TIMES: Final = 3
 PROMPT_TOKENS: Final = Spread(points=((0, 20), (500, 120), (900, 400), (1000, 900)))
-OUTPUT_TOKENS: Final = Spread(points=((0, 6), (500, 20), (900, 30), (1000, 36)))
+OUTPUT_TOKENS: Final = Spread(points=((0, 6), (500, 18), (900, 26), (1000, 30)))
 """Short answers, so that a GPU of the simulated class can keep 300 ms once it has started."""
 
 LADDER: Final = """
