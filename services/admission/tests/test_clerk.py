@@ -7,6 +7,8 @@ import pytest
 
 from waterclock_admission import limits
 from waterclock_admission.clerk import receipt
+from waterclock_admission.core import BudgetAnswer
+from waterclock_proto.envelope import decode_event
 from waterclock_proto.events import (
     Admitted,
     CancelRequested,
@@ -19,7 +21,7 @@ from waterclock_proto.events import (
 from waterclock_proto.requests import DeliveredClaim, body_commitment, body_salt
 from waterclock_proto.stamps import Stamp
 
-from .simulated_tape import KEY, START_US, SimulatedBus, body, valid_decisions
+from .simulated_tape import KEY, START_US, SimulatedBus, _request, body, valid_decisions
 
 
 class Desk(SimulatedBus):
@@ -46,8 +48,6 @@ class Desk(SimulatedBus):
         self.settle()
 
     def events(self, kind: type[EventData]) -> list[EventData]:
-        from waterclock_proto.envelope import decode_event
-
         found = [decode_event(m.subject, m.payload).data for m in self.tape]
         return [data for data in found if isinstance(data, kind)]
 
@@ -228,13 +228,27 @@ def test_a_receipt_says_what_the_event_says() -> None:
     assert (made(unreadable).id, made(unreadable).salt) == ("", "")
 
 
+def test_a_decision_that_no_event_can_hold_is_a_refusal_and_the_id_is_free() -> None:
+    desk = Desk()
+    desk.submit("acme", body("a"))
+    clerk = desk.life.clerk
+    sheet = clerk.sort([_request(desk.requests[0])], desk.stamp())
+    (written,), _ = clerk.conclude(sheet, [BudgetAnswer(outcome="granted")], desk.stamp())
+    assert isinstance(written.data, Admitted)
+    clerk.refuse_unwritable(written)
+    desk._publish([written])
+    desk.next = 2
+    desk.submit("acme", body("a"))
+    desk.settle()
+    desk.check()
+    assert [type(d) for d in valid_decisions(desk.tape)] == [Rejected, Admitted]
+
+
 def test_what_names_no_tenant_is_passed_over() -> None:
     desk = Desk()
     desk.submit("_", body("a"))
     sheet = desk.life.clerk.sort([], Stamp(wall_us=1, source="admission"))
     assert sheet.poisoned == []
-    from .simulated_tape import _request
-
     sheet = desk.life.clerk.sort([_request(desk.requests[0])], desk.stamp())
     assert [message.sequence for message in sheet.poisoned] == [1]
     assert sheet.cases == []

@@ -1,5 +1,7 @@
 """Decisions, a case a line."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -272,12 +274,12 @@ def test_what_is_refused(of: Facts, extra: dict, reason: str, retry_after_ms: in
         ),
     ],
 )
-def test_what_was_known_comes_back(of: Facts, before: Known, outcome: str) -> None:
+def test_what_was_known_comes_back(of: Facts, before: Known, outcome: Any) -> None:
     # Whatever else would refuse it, nothing runs, so nothing is refused.
     decision = decided(
         of, before=before, rungs={"zh": REFUSING, "en": REFUSING}, by=LIMITED, open_requests=10**9
     )
-    assert decision == Resubmit(first_requests_sequence=7, outcome=outcome)  # type: ignore[arg-type]
+    assert decision == Resubmit(first_requests_sequence=7, outcome=outcome)
 
 
 @pytest.mark.parametrize(

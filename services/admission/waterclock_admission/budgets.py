@@ -190,9 +190,12 @@ class Budgets:
             keys += [self._level_key(tenant), self._open_key(tenant)]
         arguments: list[str | bytes] = [*keys, str(now_us), call, str(limits.CONCURRENCY_RETRY_MS)]
         redis = cast(Any, self._redis)
-        if whole:
-            return await redis.eval(SCRIPT, len(keys), *arguments)
-        return await redis.evalsha(SCRIPT_SHA1, len(keys), *arguments)
+        answer: bytes = await (
+            redis.eval(SCRIPT, len(keys), *arguments)
+            if whole
+            else redis.evalsha(SCRIPT_SHA1, len(keys), *arguments)
+        )
+        return [int(number) for number in answer.split()]
 
     async def _tend(self) -> None:
         """Tell releases that no batch carried along; look after Redis while it is away."""

@@ -239,6 +239,22 @@ class Clerk:
         """The event is on its way; ``read_back`` will be asked for it."""
         self._pending[writer, counter] = written
 
+    def refuse_unwritable(self, written: Written) -> None:
+        """Put a refusal in the place of a decision that no event can hold."""
+        data = written.data
+        assert isinstance(data, Decided)
+        if isinstance(data, Admitted):
+            self._admitting.pop(f"{data.tenant}.{data.id}", None)
+        written.data = Rejected(
+            tenant=data.tenant,
+            requests_sequence=data.requests_sequence,
+            number=data.number,
+            reason="invalid_field",
+            detail="a value of this submission cannot be written down: it is refused as it is",
+            arrival=data.arrival,
+            decided=data.decided,
+        )
+
     def read_back(self, writer: str, counter: int) -> Written | None:
         """An own event stands on the tape and has been folded in. None for a repetition."""
         written = self._pending.pop((writer, counter), None)

@@ -6,10 +6,10 @@ from waterclock_runtime.limits import PULL_ACK_PENDING_MAX, PULL_ACK_WAIT_S, STO
 # --- what is remembered
 
 OPEN_REQUESTS_MAX = 100_000
-"""Admitted and not ended, about 550 bytes each. Beyond it nothing is admitted (`backlog_full`):
+"""Admitted and not ended, about 490 bytes each. Beyond it nothing is admitted (`backlog_full`):
 a mesh that is so far behind would let most of them expire."""
 ENDED_REQUESTS_MAX = 1_000_000
-"""Ended and still known for idempotency, about 165 bytes each. Beyond it the oldest are forgotten
+"""Ended and still known for idempotency, about 150 bytes each. Beyond it the oldest are forgotten
 before their time, and their ids count as new ones."""
 GENERATIONS = 16
 """Ended requests are forgotten in slices of a sixteenth, so that forgetting costs nothing."""
@@ -35,8 +35,8 @@ BATCH_MAX = 256
 """Submissions decided together: one call to the budgets, a few milliseconds of work."""
 BATCH_BYTES_MAX = 4_000_000
 """The same for large bodies, which take about a millisecond a megabyte."""
-FOLD_BATCH_MAX = 512
-"""Events folded in before others get their turn."""
+FOLD_BATCH_MAX = 64
+"""Events folded in before others get their turn: a few milliseconds."""
 ERRANDS_MAX = 4_096
 ERRANDS_AT_ONCE = 16
 """Reads from streams (finals, events) that nobody's decision waits for."""

@@ -479,7 +479,16 @@ class AdmissionService:
     def _emit(self, written: Written) -> None:
         clerk = self._clerk
         assert clerk is not None
-        counter = self._writer.emit(written.data)
+        try:
+            counter = self._writer.emit(written.data)
+        except EventRefused as error:
+            if not isinstance(written.data, Decided):
+                raise
+            # A value that passed every check and that no event can hold is a bug of ours; the
+            # submission must not stop admission each time it is brought again.
+            self._log.error("decision_not_writable", error=str(error))
+            clerk.refuse_unwritable(written)
+            counter = self._writer.emit(written.data)
         clerk.sent(written, self._writer.name, counter)
 
     def _flush_floods(self, *, force: bool = False) -> None:
@@ -496,8 +505,12 @@ class AdmissionService:
         if self._clerk is None:
             return
         written = self._clerk.cancel(tenant, request_id, reason, self._clock.stamp("admission"))
-        if written is not None:
+        if written is None:
+            return
+        try:
             self._emit(written)
+        except BusUnavailable as error:
+            self._log.warning("cancel_not_written", error=str(error))
 
     def _on_cancel(self, subject: str, _payload: bytes) -> None:
         parts = subject.split(".")
