@@ -34,15 +34,17 @@ begin anew."""
 assert LOOP_GAP_MS > 4 * TICK_MS
 BUS_DELAY_MS_MAX: Final = 500
 """What a heartbeat may take on its way before it counts as lost."""
-LEASE_MS_MIN: Final = 2 * BEAT_INTERVAL_MS + BUS_DELAY_MS_MAX
-"""A lease must outlive two lost heartbeats, or a busy worker loses its work."""
-
 PULSE_MS: Final = 500
 DEAF_MS: Final = 1_500
 """The scheduler hears its own pulse. Hearing nothing at all for so long means that the bus is
 away, whatever the connection says; no lease ends then."""
-# The scheduler must know that it is deaf before it takes the silence for its workers' death.
-assert 2 * PULSE_MS < DEAF_MS < LEASE_MS_MIN + BUS_DELAY_MS_MAX + 1
+assert DEAF_MS > 2 * PULSE_MS
+LEASE_MS_MIN: Final = max(
+    2 * BEAT_INTERVAL_MS + BUS_DELAY_MS_MAX, DEAF_MS + BEAT_INTERVAL_MS + 2 * TICK_MS
+)
+"""A lease must outlive two lost heartbeats, or a busy worker loses its work. And the scheduler must
+know that it is deaf before it takes the silence for its workers' death: a bus that stands still
+stops the beats, the last of which may be older than the last pulse that was heard."""
 LIVES_ENDED_MAX: Final = 1_024
 """Lives of workers that a newer life of the same name ended; their late beats are ignored."""
 
