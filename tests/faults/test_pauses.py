@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from drill import Drill, drilled
-from drill_mesh import MeshPlan, worker
+from drill_mesh import LEASE_MS, MeshPlan, worker
 from open_load import LoadShape, outcomes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -23,11 +23,11 @@ async def drill(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Drill
 async def test_a_worker_sleeps_past_its_lease(drill: Drill) -> None:
     """What it had goes to the other one; what it says when it wakes up does not count."""
     before = await drill.check()
-    shape = LoadShape(seed=300, rate=90, seconds=3.4, max_tokens=(60, 400), zh_permille=100)
+    shape = LoadShape(seed=300, rate=90, seconds=4.0, max_tokens=(60, 400), zh_permille=100)
     load = asyncio.create_task(drill.producers.drive(shape))
     await asyncio.sleep(0.7)
     drill.mesh.pause("en-1")
-    await asyncio.sleep(2.3)
+    await asyncio.sleep(LEASE_MS / 1000 + 0.8)
     drill.mesh.resume("en-1")
     handles = await load
     report = await drill.check()

@@ -388,16 +388,17 @@ def fewer_slots(evidence: Evidence) -> None:
 
 
 def dispatched_to_the_lost(evidence: Evidence) -> None:
-    at_ns, life, _, _ = evidence.recount.dispatches[-1]
+    given_ns, life, _, _ = evidence.recount.dispatches[-1]
     evidence.recount = copy.deepcopy(evidence.recount)
-    evidence.recount.dispatches.append((at_ns, life, at_ns - 5, "restarted"))
+    evidence.recount.dispatches.append((given_ns, life, 5, "restarted"))
 
 
 def dispatched_to_the_silent(evidence: Evidence) -> None:
-    at_ns, life, _, _ = evidence.recount.dispatches[-1]
+    given_ns, life, _, _ = evidence.recount.dispatches[-1]
     evidence.recount = copy.deepcopy(evidence.recount)
-    evidence.recount.dispatches.append((at_ns, life, at_ns - 5 * 10**9, "lease"))
-    evidence.beats[life] = []
+    lost_ns = evidence.tape[-1].stored_ns
+    evidence.recount.dispatches.append((given_ns, life, lost_ns, "lease"))
+    evidence.beats[life] = [(lost_ns - 3 * 10**9, given_ns - 3 * 10**9)]
     evidence.breaks = []
 
 

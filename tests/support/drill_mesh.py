@@ -23,6 +23,7 @@ TENANTS = ("acme", "globex", "initech")
 
 Table = Mapping[str, Any]
 
+LEASE_MS = 2_000
 NO_LADDER: Table = {
     "batch_cap_above": 2_000,
     "batch_cap_below": 1_000,
@@ -81,7 +82,7 @@ class MeshPlan:
         default_factory=lambda: {MODEL: {"output_tokens_default": 16, "output_tokens_max": 4096}}
     )
     sections: Mapping[str, Table] = field(
-        default_factory=lambda: {"scheduler": {"lease_ms": 1500}, "ladder": NO_LADDER}
+        default_factory=lambda: {"scheduler": {"lease_ms": LEASE_MS}, "ladder": NO_LADDER}
     )
     """All else: ``[scheduler]``, ``[ladder]``, ``[admission]``, ``[http]``, ``[ledger]``."""
 

@@ -96,7 +96,7 @@ class Evidence(Struct, kw_only=True):
     claims: list[Claim]
     tenants: tuple[str, ...]
     slots: dict[str, int]
-    beats: dict[str, list[int]]
+    beats: dict[str, list[tuple[int, int]]]
     breaks: list[int]
     killed: tuple[str, ...]
     public: dict[str, bytes]
@@ -522,14 +522,17 @@ def _judge_ends(evidence: Evidence) -> Iterator[str]:
 
 def _judge_lives(evidence: Evidence) -> Iterator[str]:
     """Nothing is given to a life that was declared lost, unless it was heard again."""
-    for at_ns, life, lost_ns, why in evidence.recount.dispatches:
+    for given_ns, life, lost_ns, why in evidence.recount.dispatches:
         if not lost_ns:
             continue
         if why != "lease":
             yield f"lives: {life} was given work after it was lost ({why})"
             continue
-        heard = any(lost_ns - BEAT_NS < beat <= at_ns for beat in evidence.beats.get(life, ()))
-        deaf = any(abs(at_ns - broke) < BREAK_NS for broke in evidence.breaks)
+        heard = any(
+            heard_ns > lost_ns - BEAT_NS and sent_ns <= given_ns
+            for heard_ns, sent_ns in evidence.beats.get(life, ())
+        )
+        deaf = any(lost_ns - BREAK_NS < broke < lost_ns + BREAK_NS for broke in evidence.breaks)
         if not heard and not deaf:
             yield f"lives: {life} was given work after its lease ran out, and was not heard since"
 

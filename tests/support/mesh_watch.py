@@ -49,8 +49,8 @@ class Watch:
         self.receipts: list[Said] = []
         self.finals: dict[tuple[str, str], dict[bytes, int]] = defaultdict(dict)
         """By request: the distinct finals that were sent, and when each was first heard."""
-        self.beats: dict[str, list[int]] = defaultdict(list)
-        """By life of a worker: when it was heard (wall clock, ns)."""
+        self.beats: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        """By life of a worker: when it was heard (wall clock, ns) and sent (monotonic, ns)."""
         self.breaks: list[int] = []
         """When a connection of the watch was lost: it may have missed something then."""
         self._clients: list[Client] = []
@@ -210,7 +210,8 @@ class Watch:
         await client.subscribe(subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0)
 
     def _on_beat(self, said: Said) -> None:
-        self.beats[said.subject.removeprefix("wc.beat.")].append(said.at_ns)
+        sent_ns = int(json.loads(said.payload)["beat"]["mono_ns"])
+        self.beats[said.subject.removeprefix("wc.beat.")].append((said.at_ns, sent_ns))
 
     def _on_receipt(self, said: Said) -> None:
         self.receipts.append(said)

@@ -108,7 +108,7 @@ class Recount:
         self.lost_lives: dict[str, tuple[int, str]] = {}
         """By life: when its last attempt was declared lost (stored ns), and why."""
         self.dispatches: list[tuple[int, str, int, str]] = []
-        """(stored ns, life, last loss of it in ns or 0, why it was lost)."""
+        """(monotonic ns of the decision, life, last loss of it as stored in ns or 0, why)."""
         self.busy: dict[str, set[tuple[str, str, int]]] = defaultdict(set)
         self.busy_max: Counter[str] = Counter()
         self.writers: Counter[str] = Counter()
@@ -265,7 +265,7 @@ class Recount:
             self.faults.append(f"dispatched after its deadline: {name} at {stored.sequence}")
         request.attempts[attempt] = data
         lost_ns, why = self.lost_lives.get(life, (0, ""))
-        self.dispatches.append((stored.stored_ns, life, lost_ns, why))
+        self.dispatches.append((int(data["dispatched"]["mono_ns"]), life, lost_ns, why))
         self._count_slot(request, attempt, life, stored)
 
     def _count_slot(self, request: Request, attempt: int, life: str, stored: Stored) -> None:
