@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from waterclock_producer import Producer
+from waterclock_producer import Handle, Producer, new_id, new_submission
 
 Send = Callable[[], Awaitable[bool]]
 BODY_BYTES = 400
@@ -32,12 +32,69 @@ async def _nats(given: argparse.Namespace) -> dict[str, Any]:
         # The rest of a submission (id, model, max_tokens) makes it 400 bytes.
         prompt = "word " * ((BODY_BYTES - 80) // 5)
 
+        def begin(on_end: Callable[[bool | None], None]) -> None:
+            """One request; ``on_end`` says whether it was completed, None if it got no answer."""
+            submission = new_submission(id=new_id(), model=given.model, prompt=prompt, max_tokens=1)
+
+            def ended(handle: Handle) -> None:
+                final = handle.final
+                on_end(None if final is None else final.outcome == "completed")
+
+            producer.send(submission, ended)
+
+        if given.in_flight:
+            return await _closed_calls(begin, given.in_flight, given.warm_up_s, given.seconds)
+
         async def send() -> bool:
-            handle = await producer.submit(model=given.model, prompt=prompt, max_tokens=1)
-            final = await handle.result(timeout_s=60)
-            return final.outcome == "completed"
+            answer: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
+            begin(answer.set_result)
+            found = await answer
+            if found is None:
+                raise RuntimeError("no answer")
+            return found
 
         return await _drive(given, send)
+
+
+async def _closed_calls(
+    begin: Callable[[Callable[[bool | None], None]], None],
+    in_flight: int,
+    warm_up_s: float,
+    seconds: float,
+) -> dict[str, Any]:
+    """The closed loop without a task for each request: each end begins the next."""
+    begun = time.monotonic_ns()
+    from_ns = begun + int(warm_up_s * 1e9)
+    to_ns = from_ns + int(seconds * 1e9)
+    latencies_ns: list[int] = []
+    counts = {"sent": 0, "answered": 0, "refused": 0, "lost": 0}
+    open_ = in_flight
+    done = asyncio.Event()
+
+    def one() -> None:
+        nonlocal open_
+        at_ns = time.monotonic_ns()
+        if at_ns >= to_ns:
+            open_ -= 1
+            if not open_:
+                done.set()
+            return
+        counts["sent"] += 1
+
+        def on_end(good: bool | None) -> None:
+            now_ns = time.monotonic_ns()
+            counts["lost" if good is None else "answered" if good else "refused"] += 1
+            if good and from_ns <= at_ns and now_ns <= to_ns:
+                latencies_ns.append(now_ns - at_ns)
+            one()
+
+        begin(on_end)
+
+    print("begun", flush=True)
+    for _ in range(in_flight):
+        one()
+    await done.wait()
+    return {**counts, "counted": len(latencies_ns), "seconds": seconds, **_shape(latencies_ns)}
 
 
 class HttpConnections:

@@ -93,8 +93,8 @@ def clip(text: str) -> str:
 
 def _latin(text: str, *, accented_permille: int) -> Detected:
     words = _WORD.findall(text.lower())
-    english = sum(word in _ENGLISH for word in words)
-    foreign = sum(word in _FOREIGN for word in words)
+    english = sum(map(_ENGLISH.__contains__, words))
+    foreign = sum(map(_FOREIGN.__contains__, words))
     if foreign > english:
         return Detected("other", min(1000, 400 + 1000 * (foreign - english) // len(words)))
     if english:
