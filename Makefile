@@ -22,7 +22,7 @@ UV_INSTALL := $(BIN)/uv pip install --python $(BIN)/python --constraints constra
 PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt \
                --build-constraint constraints.txt $(INSTALL)
 
-.PHONY: help env demo up test faults campaign-faults containers check format bench bench-litellm pins clean
+.PHONY: campaign-traces help env demo up test faults campaign-faults containers check format bench bench-litellm pins clean
 
 help:
 	@echo 'make demo    a mesh on this machine, real requests through it, and what it proves'
@@ -67,6 +67,10 @@ faults: env
 # WATERCLOCK_CAMPAIGN_ROUNDS choose which and how many.
 campaign-faults: env
 	$(BIN)/python -m pytest tests/faults -m slow
+
+# Ten minutes of each public trace at ten times speed; needs the data beside the repository.
+campaign-traces: env
+	$(BIN)/python -m pytest -s tests/trace -m slow
 
 # Where no Docker daemon answers, one is started from the stand-ins beside the repository if they are
 # there, and keeps running; otherwise this fails and says what is missing (CI=true lets no test skip).

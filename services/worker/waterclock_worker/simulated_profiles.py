@@ -242,6 +242,15 @@ PROFILES: Mapping[str, GpuProfile] = MappingProxyType(
                 batch_tokens_max=8192,
                 context_tokens_max=32_768,
             ),
+            # The same GPU for long contexts: as in the Mooncake traces, up to 125,000 tokens.
+            derive(
+                "h200-8b-128k",
+                H200_BF16,
+                LLAMA_8B,
+                sequences_max=128,
+                batch_tokens_max=8192,
+                context_tokens_max=131_072,
+            ),
             # 19 ms a step, and h200-8b to fall back to.
             derive(
                 "h200-70b",
