@@ -20,6 +20,8 @@ from nats.errors import Error as NatsError
 from waterclock.mesh import EmbeddedMesh
 
 BATCH = 1_000
+BATCH_BYTES = 8_000_000
+"""Far below what the bus buffers for a client before it cuts it off."""
 BATCH_WAIT_S = 10.0
 
 
@@ -170,7 +172,7 @@ class Watch:
             inbox, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0
         )
         try:
-            request = {"seq": start, "batch": count}
+            request = {"seq": start, "batch": count, "max_bytes": BATCH_BYTES}
             await client.publish(f"$JS.API.DIRECT.GET.{name}", json.dumps(request).encode(), inbox)
             async with asyncio.timeout(BATCH_WAIT_S):
                 await done

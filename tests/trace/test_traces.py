@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
+from drill import drilled
+from drill_mesh import MODEL, TENANTS, MeshPlan, worker
 from waterclock.load import LoadOptions, Login, run_load
 from waterclock.load_result import LoadResult
-from waterclock.mesh import EmbeddedMesh, MeshOptions
 from waterclock.traces import TraceOptions, plan_trace, read_trace
 from waterclock_ledger import check, record, report
 from waterclock_worker.simulated_profiles import PROFILES
 
 SPEED = 10
-TENANTS = ("acme", "globex", "initech")
 DEADLINE_MS = 600_000
 """Ten minutes of recorded time."""
 OFFERED_LOAD_PERMILLE_MAX = 800
@@ -69,29 +69,22 @@ def size_workers(path: Path, profile_name: str, seconds: int) -> Sizing:
     return Sizing(workers, busiest * 1000 // (width_ns * workers), requests)
 
 
-def config(profile: str, workers: int) -> str:
+def mesh_of(profile: str, workers: int) -> MeshPlan:
     """One pool, simulated engines at ten times speed, and a ladder that sheds late."""
-    tenants = "".join(f'[tenants.{name}]\ntier = "standard"\n' for name in TENANTS)
-    engines = "".join(
-        f'[workers.w{number}]\npool = "all"\nmodels = ["sim"]\nprofile = "{profile}"\n'
-        f"slots = {SLOTS}\nspeed_permille = {1000 * SPEED}\n"
-        for number in range(1, workers + 1)
-    )
-    return (
-        f"{tenants}[models.sim]\ncontext_tokens = {PROFILES[profile].context_tokens_max}\n"
-        '[pools.all]\nmodels = ["sim"]\ndefault = true\npolicy = "edf"\n'
-        "[ladder]\nbatch_cap_above = 100\nbatch_cap_below = 50\nbatch_cap = 32\n"
-        "speculation_off_above = 200\nspeculation_off_below = 100\n"
-        f"refuse_above = 400\nrefuse_below = 200\n{engines}"
+    return MeshPlan(
+        pools={"all": {"models": [MODEL], "policy": "edf", "default": True}},
+        workers={
+            f"w{number}": worker("all", SLOTS, profile=profile, speed_permille=1000 * SPEED)
+            for number in range(1, workers + 1)
+        },
+        models={MODEL: {"context_tokens": PROFILES[profile].context_tokens_max}},
     )
 
 
 async def replay_trace(folder: Path, path: Path, profile: str, seconds: int) -> str:
     """Run it and check everything; what was measured, in words."""
     sizing = size_workers(path, profile, seconds)
-    mesh = EmbeddedMesh(MeshOptions(data_dir=folder / "mesh"))
-    mesh.configure(config(profile, sizing.workers))
-    async with mesh:
+    async with drilled(folder / "mesh", mesh_of(profile, sizing.workers)) as drill:
         plan = plan_trace(
             TraceOptions(
                 path=path,
@@ -104,10 +97,17 @@ async def replay_trace(folder: Path, path: Path, profile: str, seconds: int) -> 
                 seed=1,
             )
         )
+        mesh = drill.mesh
         logins = {
             name: Login(user=name, password=mesh.tenant_secret(name).password) for name in TENANTS
         }
         result = await run_load(LoadOptions(plan=plan, url=mesh.bus_url, logins=logins))
+        # Everything that can be seen from outside, and one end that counts for each request; the
+        # same again when the block ends, and two replays with everything stopped.
+        report = await drill.check(60)
+        assert report.requests + sum(report.reasons.values()) == result.sent
+        assert sum(report.outcomes.values()) == report.requests
+        assert report.flagged == 0
     return judge(folder / "mesh" / "ledger", result, sizing)
 
 
@@ -158,7 +158,7 @@ TRACES = [
 def test_the_beginning_of_a_trace_is_served_and_recorded(
     shared_data: Path, tmp_path: Path, name: str, profile: str
 ) -> None:
-    tell(asyncio.run(replay_trace(tmp_path, shared_data / "data" / name, profile, seconds=60)))
+    tell(asyncio.run(replay_trace(tmp_path, shared_data / "data" / name, profile, seconds=40)))
 
 
 @pytest.mark.slow
