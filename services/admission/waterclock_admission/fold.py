@@ -114,7 +114,7 @@ Effect = Literal["ignored", "counted"] | Ended
 
 
 class Fold:
-    """The state. ``apply`` is its only way forward, but for ``forget_before`` and ``rewind``."""
+    """The state. ``apply`` is its only way forward, but for what is not on the tape."""
 
     def __init__(self, *, ended_requests_max: int = limits.ENDED_REQUESTS_MAX) -> None:
         self.position = 0
@@ -233,6 +233,10 @@ class Fold:
         """REQUESTS holds nothing before this sequence any more: nothing there is undecided."""
         if requests_sequence > 1:
             self.decided.add(1, requests_sequence - 1)
+
+    def pass_over(self, requests_sequence: int) -> None:
+        """About this submission no event can be written; it is not waited for."""
+        self.decided.add(requests_sequence)
 
     def rewind(self, requests_sequence: int) -> None:
         """REQUESTS lost everything above this sequence: what comes there now is new."""

@@ -107,6 +107,8 @@ class AdmissionService:
         self._last_stored_ns = 0
         self._reader: TapeReader | None = None
         self._advanced = asyncio.Event()
+        self._at_head = False
+        self._reconnected = False
         self._fence = 0
         self._elected_as = ""
         self._clerk: Clerk | None = None
@@ -202,6 +204,7 @@ class AdmissionService:
         maximum = self._config.admission.ended_requests_max
         self._fold = Fold(ended_requests_max=maximum)
         self._last_payload = b""
+        self._at_head = False
         self._owed.clear()
         self._ends_seen.clear()
         try:
@@ -226,7 +229,7 @@ class AdmissionService:
             self._reader.remember(position, self._last_payload, self._last_stored_ns)
 
     async def _caught_up(self) -> None:
-        while (self._reader is None or not self._reader.caught_up) and not self._stopping.is_set():
+        while not self._at_head and not self._stopping.is_set():
             await self._next_advance()
 
     async def _next_advance(self) -> None:
@@ -269,7 +272,10 @@ class AdmissionService:
     async def _open(self) -> None:
         """Everything between being elected and deciding."""
         fold, settings = self._fold, self._config.admission
-        await self._look_at_requests(verify=True)
+        good = await self._look_at_requests()
+        if good is not None:
+            self._log.error("requests_rolled_back", decided=fold.decided.largest, good=good)
+            fold.rewind(good)
         self._clerk = Clerk(
             fold,
             self._config.terms,
@@ -310,34 +316,34 @@ class AdmissionService:
             self._bus.subscribe(cancel_subject("*", "*"), self._on_cancel),
             self._bus.subscribe(delivered_subject("*"), self._on_delivered),
         ]
+        self._bus.on_reconnect(self._on_reconnect)
         self._pull = PullReader(self._bus, consumer=CONSUMER, start=fold.decided.first_missing())
         await self._pull.open()
 
-    async def _look_at_requests(self, *, verify: bool = False) -> None:
-        """Learn what has left REQUESTS by age; with ``verify``, whether it lost its end."""
+    async def _look_at_requests(self) -> int | None:
+        """Learn what has left REQUESTS by age, and whether it lost its end.
+
+        Returns None if it did not; else the last sequence at which it still holds what was
+        decided there.
+        """
         first, last = await self._bus.stream_state(REQUESTS.name)
         self._fold.forget_before(first)
-        if not verify or not self._fold.decided.largest:
-            return
+        if not self._fold.decided.largest:
+            return None
         lost = self._fold.decided.largest > last
-        good = first - 1
         for sequence in sorted(self._fold.recent, reverse=True):
             if sequence > last:
                 continue
             if sequence < first:
                 break
+            stored_us = self._fold.recent[sequence][0]
             found = await self._bus.message(REQUESTS.name, sequence)
             if found is None:
                 continue  # deleted by hand: a hole, and no other history
-            if found[2] // 1000 == self._fold.recent[sequence][0]:
-                good = sequence
-                break
+            if found[2] // 1000 == stored_us:
+                return sequence if lost else None
             lost = True
-        if lost:
-            self._log.error(
-                "requests_rolled_back", decided=self._fold.decided.largest, last=last, good=good
-            )
-            self._fold.rewind(good)
+        return first - 1 if lost else None
 
     async def _catch_up_on_duties(self) -> None:
         """What the admission before may have left: receipts, and finals of the scheduler's ends."""
@@ -373,6 +379,8 @@ class AdmissionService:
                 while self._errands.qsize() >= limits.ERRANDS_MAX and self._clerk is not None:
                     self._errand_done.clear()
                     await self._errand_done.wait()
+            # Only now, when the batch that reached it has been folded in.
+            self._at_head = self._reader.caught_up
             self._advanced.set()
 
     def _fold_in(self, message: TapeMessage) -> None:
@@ -412,7 +420,9 @@ class AdmissionService:
         self._metrics.count(data)
         stored_us = written.messages[0].stored_ns // 1000
         self._metrics.decision_seconds.observe((self._clock.now_us() - stored_us) / 1e6)
-        if isinstance(data, Resubmitted) and data.outcome != "open":
+        if isinstance(data, Resubmitted) and f"{data.tenant}.{data.id}" not in self._fold.open:
+            # It may have been open when it was decided and ended since: then its final went out
+            # before the producer that came back was listening.
             self._errands.put_nowait(self._answer_errand(data))
 
     def _send_receipt(self, data: Decided, payload: bytes, sequence: int, stored_ns: int) -> None:
@@ -473,6 +483,7 @@ class AdmissionService:
                 self._errands.put_nowait(self._receipt_errand(recent[1]))
         for message in sheet.poisoned:
             self._pull.ack(message)
+            self._fold.pass_over(message.sequence)
             self._metrics.poisoned.labels("requests").inc()
             self._log.error("submission_of_nobody", sequence=message.sequence)
 
@@ -650,13 +661,34 @@ class AdmissionService:
                 continue
             self._close_windows()
             self._update_metrics()
-            if loop.time() - looked_s >= limits.REQUESTS_LOOKED_AT_S and self._bus.connected:
+            due = loop.time() - looked_s >= limits.REQUESTS_LOOKED_AT_S or self._reconnected
+            if due and self._bus.connected:
                 looked_s = loop.time()
-                with contextlib.suppress(BusUnavailable):
-                    await self._look_at_requests()
+                self._reconnected = False
+                await self._check_requests()
             if loop.time() - snapshot_s >= self._config.admission.snapshot_s:
                 snapshot_s = loop.time()
                 await self._snapshot()
+
+    async def _check_requests(self) -> None:
+        """See to it that the queue is still the one that decisions were made of.
+
+        Raises:
+            StreamRolledBack: REQUESTS lost its end; started again, admission finds where to go on.
+        """
+        try:
+            good = await self._look_at_requests()
+        except BusUnavailable as error:
+            self._log.warning("requests_not_looked_at", error=str(error))
+            return
+        if good is not None:
+            raise StreamRolledBack(
+                f"{REQUESTS.name}: decided up to {self._fold.decided.largest}, and it holds the"
+                f" same only up to {good}"
+            )
+
+    def _on_reconnect(self) -> None:
+        self._reconnected = True
 
     def _close_windows(self) -> None:
         clerk = self._clerk
