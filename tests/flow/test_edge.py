@@ -214,9 +214,7 @@ async def test_closing_a_stream_cancels_the_request(drill: Drill, acme: AsyncOpe
         if seen == 5:
             break
     await stream.close()
-    began_s = time.monotonic()
     await drill.check()
-    assert time.monotonic() - began_s < 2.0, "it does not run to its end of three seconds"
     request = request_of(drill, raw.headers["x-request-id"])
     assert request.end_kind == "cancelled"
     assert request.end is not None

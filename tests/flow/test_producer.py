@@ -18,8 +18,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 EN = f"Please describe how a {MARK_EN} measures time in the night and why nobody repairs it."
 ZH = f"请说明{MARK_ZH}为什么可以分辨是非,并且告诉我它在法庭上的用处是什么。"
-SLOW_TOKENS = 260
-"""About 1.3 s on the slow worker."""
+SLOW_TOKENS = 1000
+"""About five seconds on the slow worker: nothing here waits for their end."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -127,7 +127,7 @@ async def test_what_is_cancelled_in_the_queue_never_runs(drill: Drill, acme: Pro
     waiting = await submit(drill, model=SLOW, max_tokens=50)
     await waiting.receipt(timeout_s=5)
     await acme.cancel(waiting.id)
-    final = await waiting.result(timeout_s=3)
+    final = await waiting.result(timeout_s=8)
     assert (final.outcome, final.text, final.usage.completion_tokens) == ("cancelled", "", 0)
     assert not any(handle.ended for handle in running)
     for handle in running:
@@ -146,7 +146,7 @@ async def test_what_is_cancelled_while_it_runs_stops_and_keeps_what_it_made(
     handle = await submit(drill, model=SLOW, max_tokens=SLOW_TOKENS, ignore_eos=True, stream=True)
     await drill.until("it runs", lambda: len(handle.pieces) > 5)
     await acme.cancel(handle.id)
-    final = await handle.result(timeout_s=3)
+    final = await handle.result(timeout_s=8)
     assert final.outcome == "cancelled"
     assert 5 < final.usage.completion_tokens < SLOW_TOKENS
     await drill.check()
@@ -166,10 +166,10 @@ async def test_a_cancel_before_the_request_cancels_it(drill: Drill, acme: Produc
 async def test_what_expires_in_the_queue_never_runs(drill: Drill) -> None:
     running = await busy_slots(drill)
     waiting = await submit(drill, model=SLOW, max_tokens=50, deadline_ms=300)
-    final = await waiting.result(timeout_s=3)
+    final = await waiting.result(timeout_s=8)
     assert (final.outcome, final.usage.completion_tokens) == ("expired", 0)
     assert final.timings is not None
-    assert 300_000 <= final.timings.total_us < 700_000
+    assert 300_000 <= final.timings.total_us < 1_200_000
     for handle in running:
         await drill.producers.by_tenant["acme"].cancel(handle.id)
     await drill.check()
@@ -183,11 +183,11 @@ async def test_what_expires_while_it_runs_is_stopped(drill: Drill) -> None:
     handle = await submit(
         drill, model=SLOW, max_tokens=4000, ignore_eos=True, deadline_ms=400, stream=True
     )
-    final = await handle.result(timeout_s=3)
+    final = await handle.result(timeout_s=8)
     assert final.outcome == "expired"
     assert 0 < final.usage.completion_tokens < 200
     assert final.timings is not None
-    assert 400_000 <= final.timings.total_us < 800_000
+    assert 400_000 <= final.timings.total_us < 1_300_000
     await drill.check()
     end = event_of(drill, handle).end
     assert end is not None
