@@ -210,6 +210,72 @@ async def test_an_end_that_came_while_nobody_was_there_is_told_afterwards(
     assert await asyncio.to_thread(host.stop) == 0
 
 
+async def test_whoever_comes_back_while_its_request_ends_gets_the_answer(
+    broker: BrokerProcess, producer: TestProducer, make_host: MakeHost
+) -> None:
+    """Admission may decide before it has read the end; the final went out before that."""
+    host = make_host()
+    await asyncio.to_thread(host.start)
+    assert host.process is not None
+    async with FakeMesh(broker.url, MESH_KEY) as mesh:
+        for place in range(3):
+            request_id = f"r{place}"
+            go = asyncio.Event()
+            mesh.plan = lambda _a, _b, go=go: Plan(before_first=go)
+            await producer.submit(request_id)
+            await mesh.until(lambda seen, wanted=request_id: wanted in seen.ids)
+            os.kill(host.process.pid, signal.SIGSTOP)
+            go.set()
+            await eventually(lambda: producer.answers)
+            producer.answers.clear()
+            sequence = await producer.bus.store(request_subject("acme"), body(request_id))
+            os.kill(host.process.pid, signal.SIGCONT)
+            await producer.receipt(sequence)
+            await eventually(lambda: producer.answers)
+            final = msgspec.json.decode(producer.answers.pop()[1], type=Final)
+            assert (final.id, final.text) == (request_id, "Hello, world")
+    assert await asyncio.to_thread(host.stop) == 0
+
+
+async def test_a_queue_that_loses_its_end_under_admission_makes_it_start_anew(
+    broker: BrokerProcess, tmp_path: Path, producer: TestProducer, make_host: MakeHost
+) -> None:
+    host = make_host()
+    await asyncio.to_thread(host.start)
+    assert host.process is not None
+    for place in range(5):
+        await producer.submit(f"r{place}")
+    await asyncio.sleep(0.4)
+    await asyncio.to_thread(broker.stop)
+    copy = tmp_path / "copy"
+    broker.copy_store(copy)
+    await asyncio.to_thread(broker.start)
+    for place in range(5, 9):
+        await producer.submit(f"r{place}")
+    await asyncio.to_thread(broker.stop)
+    give_back_requests(broker, copy)
+    await asyncio.to_thread(broker.start)
+    assert await producer.bus.store(request_subject("acme"), body("new")) == 6
+    assert await asyncio.to_thread(host.process.wait, 30) == 1
+    assert "StreamRolledBack" in host.log()
+    await asyncio.to_thread(host.start)
+
+    async def is_decided() -> bool:
+        found = [envelope.data for envelope in await read_events(producer.bus, Admitted)]
+        return any(isinstance(data, Admitted) and data.id == "new" for data in found)
+
+    await eventually(is_decided)
+    assert (await check_decisions(producer.bus))["acme"] == 10
+    assert await asyncio.to_thread(host.stop) == 0
+
+
+def give_back_requests(broker: BrokerProcess, copy: Path) -> None:
+    """Put an older copy of REQUESTS in its place, and of nothing else."""
+    requests = next(broker.store_dir.rglob("streams/REQUESTS"))
+    shutil.rmtree(requests)
+    shutil.copytree(copy / requests.relative_to(broker.store_dir), requests)
+
+
 async def test_a_submission_at_a_sequence_that_was_used_before_is_decided(
     broker: BrokerProcess, tmp_path: Path, producer: TestProducer, make_host: MakeHost
 ) -> None:
@@ -229,9 +295,7 @@ async def test_a_submission_at_a_sequence_that_was_used_before_is_decided(
         await producer.submit(f"r{place}")
     assert await asyncio.to_thread(host.stop) == 0
     broker.stop()
-    requests = next(broker.store_dir.rglob("streams/REQUESTS"))
-    shutil.rmtree(requests)
-    shutil.copytree(copy / requests.relative_to(broker.store_dir), requests)
+    give_back_requests(broker, copy)
     broker.start()
     again = await producer.bus.store(request_subject("acme"), body("new"))
     assert again == 6
