@@ -246,7 +246,9 @@ async def flood(drill: Drill, *, seed: int, count: int) -> None:
     await drill.ready()
     assert max(growth.values()) < GROWTH_KIB_MAX, growth
     sent = report.submissions - before.submissions
-    assert sent == count + len(handles)
+    # Under a flood an acknowledgement may be late, and the same bytes are sent again.
+    again = sum(producer.counts.resent for producer in drill.producers.by_tenant.values())
+    assert count + len(handles) <= sent <= count + len(handles) + again
     refused = [d for d in report.recount.decisions if d.kind == "rejected"]
     folded = defaultdict(int)
     for decision in refused:
