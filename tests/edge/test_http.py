@@ -23,7 +23,7 @@ HTTP = {
     "body_wait_ms": 700,
     "body_bytes_max": 100_000,
     "idle_s": 1,
-    "stall_ms": 1_500,
+    "stall_ms": 30_000,
     "stream_bytes_max": 65_536,
     "connections_max": 50,
 }
@@ -251,6 +251,12 @@ async def test_headers_that_grow_too_large_are_refused(host: AdmissionHost) -> N
         async with Connection(host) as connection:
             await connection.send(data)
             assert (await connection.ended()).startswith(b"HTTP/1.1 431 ")
+    async with Connection(host) as slowly:
+        await slowly.send(b"GET / HTTP/1.1\r\n")
+        for _ in range(5):
+            await slowly.send(b"X-Many: " + b"x" * 2_000)
+            await asyncio.sleep(0.05)
+        assert (await slowly.ended()).startswith(b"HTTP/1.1 431 ")
 
 
 async def test_an_idle_connection_is_closed(host: AdmissionHost, mesh: FakeMesh) -> None:
@@ -274,6 +280,32 @@ async def test_what_is_no_http_is_refused(host: AdmissionHost) -> None:
         assert (await connection.ended()).startswith(b"HTTP/1.1 400 ")
 
 
+@contextlib.contextmanager
+def stalled_client(host: AdmissionHost) -> Iterator[None]:
+    """Asks for a stream and reads nothing of it."""
+    stalled = socket.create_connection(("127.0.0.1", host.http_port))
+    stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    try:
+        stalled.sendall(request({**CHAT, "stream": True}))
+        yield
+    finally:
+        stalled.close()
+
+
+async def test_a_client_that_takes_nothing_for_too_long_is_cut_off(
+    broker: BrokerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    http = {"stall_ms": 500, "stream_bytes_max": 10**9}
+    host = AdmissionHost(tmp_path_factory.mktemp("stall"), broker.url, http=http)
+    with host:
+        async with FakeMesh(broker.url, MESH_KEY) as mesh:
+            never = asyncio.Event()
+            mesh.plan = lambda _a, _b: Plan(pieces=("x" * 100_000,) * 100, before_end=never)
+            with stalled_client(host):
+                await mesh.until(lambda seen: seen.cancels, 15)
+            assert await host.metric('waterclock_http_cut_total{why="stalled"}') == 1
+
+
 async def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(
     host: AdmissionHost, mesh: FakeMesh
 ) -> None:
@@ -281,13 +313,8 @@ async def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(
     mesh.plan = lambda _a, _b: Plan(
         pieces=("x" * 20_000,) * 200, piece_delay_s=0.002, before_end=never
     )
-    stalled = socket.create_connection(("127.0.0.1", host.http_port))
-    stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-    try:
-        stalled.sendall(request({**CHAT, "stream": True}))
+    with stalled_client(host):
         await mesh.until(lambda seen: seen.cancels, 15)
-    finally:
-        stalled.close()
     assert mesh.seen.cancels[0].reason == "disconnect"
     assert await host.metric('waterclock_http_cut_total{why="stalled"}') == 1
 
