@@ -520,21 +520,38 @@ class Bus:
             # what exists is refused, for its name or for its size.
             info = await self.api(f"STREAM.INFO.{spec.name}", {})
             if info.get("error", {}).get("err_code") == STREAM_NOT_FOUND:
-                made = await self.api(f"STREAM.CREATE.{spec.name}", wanted)
-                error = made.get("error")
-                if error is not None and error.get("err_code") != _STREAM_NAME_IN_USE:
-                    raise StreamMismatch(
-                        f"stream {spec.name} of {wanted['max_bytes']} bytes cannot be made:"
-                        f" {error.get('description')};{_advice(spec.name, error)}"
-                    )
-                # Somebody else may have made it in between, and otherwise.
-                info = await self.api(f"STREAM.INFO.{spec.name}", {})
+                info = await self._make(spec, wanted)
             if "error" in info:
                 raise StreamMismatch(f"stream {spec.name}: {info['error'].get('description')}")
             self._verify(spec, wanted, info.get("config", {}))
             if spec is EVENTS:
                 new_tape = int(info["state"]["last_seq"]) == 0
         return new_tape
+
+    async def _make(self, spec: StreamSpec, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a stream that was not there; what the bus says of it, whoever made it.
+
+        Of several that make the same stream at once all but one are refused, and not always for
+        its name: while they are being made each reserves its size, and together they may be more
+        than the bus has. So a refusal counts only when nobody has made it after a while.
+
+        Raises:
+            StreamMismatch: it cannot be made.
+        """
+        give_up_s = asyncio.get_running_loop().time() + limits.REQUEST_TIMEOUT_S
+        while True:
+            made = await self.api(f"STREAM.CREATE.{spec.name}", wanted)
+            # Somebody else may have made it in between, and otherwise.
+            info = await self.api(f"STREAM.INFO.{spec.name}", {})
+            if "error" not in info:
+                return info
+            error = made.get("error", info["error"])
+            if error.get("err_code") != _NO_ROOM or asyncio.get_running_loop().time() > give_up_s:
+                raise StreamMismatch(
+                    f"stream {spec.name} of {wanted['max_bytes']} bytes cannot be made:"
+                    f" {error.get('description')};{_advice(spec.name, error)}"
+                )
+            await asyncio.sleep(limits.ASK_AGAIN_S)
 
     async def close(self) -> None:
         """Flush what is buffered and close. Waits at most a few seconds for acknowledgements."""
@@ -1042,7 +1059,8 @@ def _drive(coroutine: Coroutine[Any, Any, T]) -> T:
 STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
 _SEQUENCE_HEADER = "Nats-Sequence"
-_STREAM_NAME_IN_USE = 10058
+_NO_ROOM = 10047
+"""JetStream's ``insufficient storage resources available``."""
 _SUBJECTS_OVERLAP = 10065
 _NOT_YET = (10008, 10009)
 """No leader yet: the cluster is coming up."""

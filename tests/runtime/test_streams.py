@@ -35,6 +35,26 @@ async def test_many_that_start_at_once_open_the_tape_once(broker: BrokerProcess)
         assert (opened.incarnation, opened.first_sequence) == (incarnation, 1)
 
 
+async def test_many_that_start_at_once_do_not_take_each_others_room(tmp_path: Path) -> None:
+    """While a stream is made by several, the bus reserves its size for each of them."""
+    store = {"store_dir": str(tmp_path / "store"), "max_file_store": 8_000_000_000}
+    broker = BrokerProcess(tmp_path / "broker", config={"jetstream": store}).start()
+    sizes: dict[str, Any] = {
+        "events_bytes_max": 4_000_000_000,
+        "requests_bytes_max": 2_000_000_000,
+        "answers_bytes_max": 1_000_000_000,
+    }
+
+    async def start() -> None:
+        async with connected(broker.url, provision=False, **sizes) as bus:
+            await bus.provision()
+
+    try:
+        await asyncio.gather(*(start() for _ in range(8)))
+    finally:
+        broker.stop()
+
+
 async def test_a_tape_that_was_made_but_never_opened_is_opened_by_the_next(
     broker: BrokerProcess,
 ) -> None:
