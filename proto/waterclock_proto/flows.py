@@ -17,6 +17,7 @@ from waterclock_proto.subjects import (
     REQUESTS,
     answer_subject,
     beat_subject,
+    body_subject,
     cancel_subject,
     delivered_subject,
     edge_subject,
@@ -157,6 +158,15 @@ CHANNELS: tuple[Channel, ...] = (
         publishers=("worker",),
         readers=("scheduler",),
         why="A worker lives, and what it can take.",
+    ),
+    Channel(
+        name="body",
+        address=body_subject("{worker}", "{sequence}"),
+        messages=(requests.Submission,),
+        publishers=("scheduler",),
+        readers=("worker",),
+        why="A body, handed on just before its dispatch to spare the worker a round trip. It may"
+        " be missing; it is checked against its commitment like one that was read.",
     ),
     Channel(
         name="pulse",

@@ -378,6 +378,7 @@ _PARAMETERS: Schema = {
         "examples": ["r-1001"],
     },
     "pool": {"description": "The pool's name.", "examples": ["zh"]},
+    "sequence": {"description": "A position in REQUESTS.", "examples": ["42"]},
     "worker": {
         "description": f"One life of a worker, `<name>-<random>`; `{NOBODY}` where there is none.",
         "examples": ["gpu3-9f21c4"],

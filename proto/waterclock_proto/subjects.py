@@ -63,6 +63,11 @@ def beat_subject(worker: str) -> str:
     return f"wc.beat.{worker}"
 
 
+def body_subject(worker: str, requests_sequence: int | str) -> str:
+    """Where the scheduler hands a body on to the worker that it is about to dispatch to."""
+    return f"wc.body.{worker}.{requests_sequence}"
+
+
 def pulse_subject(pool: str) -> str:
     return f"wc.pulse.{pool}"
 

@@ -116,3 +116,11 @@ GROUP_MAX = 256
 GROUP_BEGINS = 4
 """With so many on their way, those behind wait and become a batch."""
 assert GROUP_BEGINS < GROUP_MIN < GROUP_MAX < 1_000
+
+BODIES_KEPT_MAX = 4_096
+BODIES_KEPT_BYTES_MAX = 32 * 1024 * 1024
+BODY_KEPT_BYTES_MAX = 65_536
+"""Of bodies that are kept so that nobody asks for them. Longer ones are worth a round trip."""
+BODY_FEED_HEARTBEAT_S = 5.0
+BODY_FEED_SILENCE_S = 16.0
+assert BODY_FEED_SILENCE_S > 3 * BODY_FEED_HEARTBEAT_S

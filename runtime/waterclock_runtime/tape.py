@@ -125,7 +125,7 @@ class TapeReader:
     def _take(self, messages: Sequence[Msg]) -> list[TapeMessage]:
         batch: list[TapeMessage] = []
         for message in messages:
-            if message.headers is not None and not message.reply.startswith(_ACK_PREFIX):
+            if message.headers is not None and not message.reply.startswith(ACK_PREFIX):
                 if not self._answer_control(message, message.headers):
                     self._break()
                     break
@@ -371,7 +371,7 @@ class PullReader:
         batch: list[RequestMessage] = []
         for message in messages:
             # Told by the reply subject, since a producer's own headers may say anything.
-            if not message.reply.startswith(_ACK_PREFIX):
+            if not message.reply.startswith(ACK_PREFIX):
                 if (message.headers or {}).get("Status") != "100":
                     self._end_request(message)
                 continue
@@ -538,5 +538,5 @@ def parse_delivery(reply: str) -> Delivery:
     )
 
 
-_ACK_PREFIX = "$JS.ACK."
+ACK_PREFIX = "$JS.ACK."
 _OWNER = "waterclock-owner"

@@ -253,7 +253,7 @@ async def test_a_bus_that_goes_away_costs_no_worker_its_lease(
 
 
 async def test_a_silent_worker_is_replaced(broker: BrokerProcess, tmp_path: Path) -> None:
-    config = f"[scheduler]\nlease_ms = 1100\n{POOLS}"
+    config = f"[scheduler]\nlease_ms = 1900\n{POOLS}"
     scheduler = SchedulerProcess(tmp_path, broker, config=config)
     async with running(scheduler), Mesh.open(broker) as mesh:
         await scheduler.start()

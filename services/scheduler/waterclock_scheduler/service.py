@@ -21,9 +21,16 @@ from typing import Any, Final
 import msgspec
 
 from waterclock_proto.envelope import EventRefused
-from waterclock_proto.events import EventData, RungChanged, SchedulerElected
+from waterclock_proto.events import Dispatched, EventData, RungChanged, SchedulerElected
 from waterclock_proto.requests import Beat
-from waterclock_proto.subjects import EVENTS, beat_subject, event_filter, pulse_subject
+from waterclock_proto.subjects import (
+    EVENTS,
+    beat_subject,
+    body_subject,
+    event_filter,
+    pulse_subject,
+)
+from waterclock_runtime.bodies import BodyCache, BodyFeed
 from waterclock_runtime.errors import BusUnavailable, FenceLost, StreamRolledBack
 from waterclock_runtime.service import ServiceContext
 from waterclock_runtime.tape import TapeMessage, TapeReader
@@ -67,6 +74,9 @@ class Scheduler:
         self._pulse_heard_ns = context.clock.mono_ns()
         """When another scheduler's pulse was last heard, or when this one began to listen."""
         self._ignored: dict[str, None] = {}
+        self._kept = BodyCache()
+        """Bodies that were pushed here, until their dispatch."""
+        self._feed = BodyFeed(context.bus, self._kept)
         self._bodies: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -116,6 +126,7 @@ class Scheduler:
         """
         context = self._context
         context.writer.reads_back(*READ_TYPES)
+        self._feed.open()
         subscriptions = [
             context.bus.subscribe(beat_subject("*"), self._on_beat),
             context.bus.subscribe(pulse_subject("*"), self._on_pulse),
@@ -145,6 +156,7 @@ class Scheduler:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._reader.close()
+            await self._feed.close()
         await self._write_snapshot()
 
     # --- the tape
@@ -252,10 +264,18 @@ class Scheduler:
         if not events:
             return
         for event in events:
+            if isinstance(event, Dispatched):
+                self._hand_on(event)
             counter = writer.emit(event)
             board.sent((writer.name, counter), event)
             self._note(event)
         self._metrics.decision_s.observe((time.perf_counter_ns() - started_ns) / 1e9)
+
+    def _hand_on(self, event: Dispatched) -> None:
+        """Give the worker the body, if it is here: it goes ahead of the dispatch."""
+        body = self._kept.take(event.requests_sequence)
+        if body is not None:
+            self._context.bus.publish(body_subject(event.worker, event.requests_sequence), body)
 
     def _note(self, event: EventData) -> None:
         self._metrics.published(event)
@@ -274,7 +294,16 @@ class Scheduler:
     def _read_bodies(self) -> None:
         while self._board.unread and len(self._bodies) < limits.BODIES_TASKS_MAX:
             requests = self._board.take_unread(limits.BODIES_AT_ONCE, limits.BODIES_BYTES_AT_ONCE)
-            task = asyncio.create_task(self._read_features(requests), name="scheduler-bodies")
+            missing: list[Request] = []
+            for request in requests:
+                body = self._kept.get(request.admitted.requests_sequence)
+                if body is None:
+                    missing.append(request)
+                else:
+                    self._take_features(request, body)
+            if not missing:
+                continue
+            task = asyncio.create_task(self._read_features(missing))
             self._bodies.add(task)
             task.add_done_callback(self._bodies_read)
 
@@ -297,22 +326,26 @@ class Scheduler:
             board.put_back(requests)
             return
         for request, body in zip(requests, bodies, strict=True):
-            features = read_features(
-                request.admitted,
-                body,
-                mesh_key=context.mesh_key,
-                permille_min=self._settings.scheduler.language_permille_min,
-            )
-            if features.reason == "unread":
-                context.log.warning(
-                    "body_unread",
-                    tenant=request.admitted.tenant,
-                    id=request.admitted.id,
-                    requests_sequence=request.admitted.requests_sequence,
-                    missing=body is None,
-                )
-            board.put_features(request, features)
+            self._take_features(request, body)
         self._pump()
+
+    def _take_features(self, request: Request, body: bytes | None) -> None:
+        context = self._context
+        features = read_features(
+            request.admitted,
+            body,
+            mesh_key=context.mesh_key,
+            permille_min=self._settings.scheduler.language_permille_min,
+        )
+        if features.reason == "unread":
+            context.log.warning(
+                "body_unread",
+                tenant=request.admitted.tenant,
+                id=request.admitted.id,
+                requests_sequence=request.admitted.requests_sequence,
+                missing=body is None,
+            )
+        self._board.put_features(request, features)
 
     # --- what workers and schedulers say
 

@@ -43,10 +43,12 @@ from waterclock_proto.subjects import (
     EVENTS,
     answer_subject,
     beat_subject,
+    body_subject,
     event_filter,
     final_subject,
 )
 from waterclock_runtime import limits
+from waterclock_runtime.bodies import BodyCache
 from waterclock_runtime.errors import BusUnavailable, WaterclockError
 from waterclock_runtime.service import ServiceContext
 from waterclock_runtime.tape import TapeMessage, TapeReader
@@ -58,6 +60,8 @@ from waterclock_worker.engine import Engine, EngineJob, EngineOutput, EngineStam
 EXPIRY_TICK_S = 0.01
 """How late a running request may be stopped after its deadline, at most, plus an engine step."""
 MODEL_LENGTH_MAX = 200
+HANDED_MAX = 1_024
+"""Bodies whose dispatch has not been read yet; it follows within milliseconds, or never."""
 CANCELS_REMEMBERED_MAX = 10_000
 """Cancels that may overtake their dispatch. Older ones belong to requests that never come here."""
 
@@ -85,6 +89,7 @@ class WorkerService:
         """Terminal events on their way to the tape: the answer follows when they come back."""
         self._cancelled: dict[Key, None] = {}
         self._deadlines: list[tuple[int, Key, int]] = []
+        self._handed = BodyCache(count_max=HANDED_MAX)
         self._readers: set[asyncio.Task[None]] = set()
         self._streams: set[asyncio.Task[None]] = set()
         self._fence = 0
@@ -102,6 +107,10 @@ class WorkerService:
             "waterclock_worker_ends_total", "Attempts ended", ["outcome"], registry=registry
         )
         self._ends = {outcome: ends.labels(outcome) for outcome in get_args(Outcome)}
+        bodies = Counter(
+            "waterclock_worker_bodies_total", "Bodies of attempts", ["how"], registry=registry
+        )
+        self._bodies_handed, self._bodies_read = bodies.labels("handed"), bodies.labels("read")
         self._tokens = Counter(
             "waterclock_worker_output_tokens_total", "Tokens made", registry=registry
         )
@@ -169,6 +178,7 @@ class WorkerService:
             start=head + 1,
         )
         await self._read_rung()
+        handed = context.bus.subscribe(body_subject(life, "*"), self._on_body)
         tasks = [
             asyncio.create_task(self._read_tape(reader), name="tape"),
             asyncio.create_task(self._beat_for_ever(reader), name="beat"),
@@ -189,6 +199,7 @@ class WorkerService:
                     await task
             await self._engine.stop()
             await reader.close()
+            handed.close()
 
     # What comes in.
 
@@ -201,9 +212,7 @@ class WorkerService:
             for message in batch:
                 self._take(message, taken)
             if taken:
-                task = asyncio.create_task(self._start(taken))
-                self._readers.add(task)
-                task.add_done_callback(self._readers.discard)
+                self._start_or_read(taken)
             if self._dead:
                 raise EngineDied(self._dead)
             await self._ctx.writer.ready()
@@ -300,7 +309,26 @@ class WorkerService:
         for attempt, body in zip(attempts, bodies, strict=True):
             self._start_one(attempt, body)
 
-    def _start_one(self, attempt: Attempt, body: bytes | None) -> None:
+    def _start_or_read(self, attempts: Sequence[Attempt]) -> None:
+        """Start at once what the scheduler handed a body on for; read the others."""
+        missing: list[Attempt] = []
+        for attempt in attempts:
+            body = self._handed.take(attempt.dispatched.requests_sequence)
+            if body is None or not self._is_the_body(attempt, body):
+                missing.append(attempt)
+            else:
+                self._bodies_handed.inc()
+                self._start_one(attempt, body, checked=True)
+        if missing:
+            self._bodies_read.inc(len(missing))
+            task = asyncio.create_task(self._start(missing))
+            self._readers.add(task)
+            task.add_done_callback(self._readers.discard)
+
+    def _on_body(self, subject: str, payload: bytes) -> None:
+        self._handed.put(int(subject.rpartition(".")[2]), payload)
+
+    def _start_one(self, attempt: Attempt, body: bytes | None, *, checked: bool = False) -> None:
         clock, writer = self._ctx.clock, self._ctx.writer
         if attempt.phase == "over" or attempt.why == "lost":
             self._forget(attempt)
@@ -312,7 +340,7 @@ class WorkerService:
             self._end(attempt, core.ending(attempt, "abort", "", ended=now, worker=self.life))
             return
         try:
-            submission = self._open(attempt, body)
+            submission = self._open(attempt, body, checked=checked)
         except CannotRun as refused:
             self._end(
                 attempt,
@@ -337,15 +365,14 @@ class WorkerService:
         self._streams.add(task)
         task.add_done_callback(self._streams.discard)
 
-    def _open(self, attempt: Attempt, body: bytes | None) -> Submission:
+    def _open(self, attempt: Attempt, body: bytes | None, *, checked: bool) -> Submission:
         """The submission in the body, which must be the one that was admitted."""
         d = attempt.dispatched
         if body is None:
             raise CannotRun(
                 "body_missing", f"REQUESTS has no message at sequence {d.requests_sequence}"
             )
-        salt = body_salt(self._ctx.mesh_key, d.tenant, d.id)
-        if body_commitment(salt, body) != d.body_commitment:
+        if not checked and not self._is_the_body(attempt, body):
             raise CannotRun(
                 "body_changed",
                 f"the body at sequence {d.requests_sequence} is not the one that was admitted",
@@ -357,6 +384,11 @@ class WorkerService:
             raise CannotRun(
                 "body_changed", f"the body cannot be read: {type(error).__name__}"
             ) from error
+
+    def _is_the_body(self, attempt: Attempt, body: bytes) -> bool:
+        d = attempt.dispatched
+        salt = body_salt(self._ctx.mesh_key, d.tenant, d.id)
+        return body_commitment(salt, body) == d.body_commitment
 
     async def _stream(self, attempt: Attempt, job: EngineJob) -> None:
         try:
