@@ -284,6 +284,19 @@ def test_a_newest_file_that_is_missing_is_damage(tmp_path: Path) -> None:
         LogWriter(tmp_path)
 
 
+@pytest.mark.parametrize("opened", [read_back, LogWriter], ids=["by a reader", "by the writer"])
+def test_files_that_are_all_missing_are_damage(
+    tmp_path: Path, opened: Callable[[Path], object]
+) -> None:
+    writer = begin(tmp_path)
+    writer.append(some_leaves())
+    writer.close()
+    durable_bytes = leaf_file(tmp_path).stat().st_size
+    leaf_file(tmp_path).unlink()
+    with pytest.raises(LogDamaged, match=f"{durable_bytes} bytes, which were durable, found no"):
+        opened(tmp_path)
+
+
 @pytest.mark.usefixtures("small_files")
 def test_an_older_file_that_is_shorter_or_longer_is_damage(tmp_path: Path) -> None:
     leaves = some_leaves()

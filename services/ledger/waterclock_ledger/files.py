@@ -122,7 +122,7 @@ class IncarnationReader:
         # First the mark, then the list of files: so the mark can be too old for the list, which
         # makes the reader lenient, but never too new, which would make it see damage.
         self._mark = _read_mark(folder)
-        self._files = _list_files(folder)
+        self._files = _list_files(folder, self._mark)
 
     def __iter__(self) -> Iterator[LeafBatch]:
         return self.batches()
@@ -441,7 +441,7 @@ class LogWriter:
     def _open_incarnation(self) -> None:
         folder = self._folder
         mark = _read_mark(folder)
-        files = _list_files(folder)
+        files = _list_files(folder, mark)
         self._mark_fd = os.open(folder / "synced", os.O_RDWR | os.O_CREAT, 0o644)
         self._file_index, self._file_bytes, self.size = 0, 0, 0
         if not files:
@@ -623,7 +623,12 @@ def _durable_bytes(path: Path, index: int, mark: tuple[int, int] | None) -> int 
     )
 
 
-def _list_files(folder: Path) -> list[tuple[Path, int]]:
+def _list_files(folder: Path, mark: tuple[int, int] | None) -> list[tuple[Path, int]]:
+    """The leaf files with the index of their first leaf, oldest first.
+
+    Raises:
+        LogDamaged: one is missing, or there is none and the mark says that something was durable.
+    """
     files = sorted(
         (path, int(match[1]))
         for path in folder.iterdir()
@@ -634,6 +639,14 @@ def _list_files(folder: Path) -> list[tuple[Path, int]]:
             raise LogDamaged(
                 path, 0, expected=f"a file from leaf {place * LEAVES_PER_FILE} on", found=str(index)
             )
+    if not files and mark is not None and mark != (0, 0):
+        index, file_bytes = mark
+        raise LogDamaged(
+            folder / f"leaves-{index:012d}.bin",
+            0,
+            expected=f"{file_bytes} bytes, which were durable",
+            found="no file",
+        )
     return files
 
 
