@@ -277,6 +277,22 @@ async def test_resuming_what_another_process_submitted(connected, mesh: FakeMesh
         assert (await handle.receipt()).outcome == "resubmitted"
 
 
+async def test_a_late_receipt_of_the_request_is_no_answer_to_the_question(
+    connected, mesh: FakeMesh
+) -> None:
+    """Receipt and answer come from different services, so the answer may be there first."""
+    async with connected() as producer:
+        first = await producer.submit(id="r1", prompt="hi")
+        await first.result()
+        late = msgspec.json.encode(await first.receipt())
+        await settle()
+        handle = producer.send(Submission(id="r1", resume=True))
+        mesh.send_raw(receipt_subject("acme", "r1"), late)
+        await settle()
+        assert handle.final is not None
+        assert [receipt.outcome for receipt in handle.receipts] == ["admitted", "resubmitted"]
+
+
 async def test_resuming_what_nobody_knows(connected) -> None:
     async with connected() as producer:
         final = await (await producer.resume("r1")).result()

@@ -627,7 +627,9 @@ class Producer:
         if handle.times.receipt_ns is None:
             handle.times.receipt_us = now_us
             handle.times.receipt_ns = self.clock.mono_ns()
-        if handle.stored_sequence is None:
+        # Of a request that was submitted elsewhere, or under the same id with another body.
+        others = doubt or (handle.body is None and receipt.outcome == "admitted")
+        if handle.stored_sequence is None and not others:
             # The acknowledgement is late or lost, but only what was stored gets a receipt.
             handle.stored_sequence = receipt.requests_sequence
             self.counts.stored += 1
