@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 from rich.console import Console
+from rich.text import Text
 
 from waterclock.load_result import render_load
 from waterclock.mesh import EmbeddedMesh, MeshError, MeshOptions
@@ -27,6 +29,7 @@ errors = Console(stderr=True)
 
 Data = Annotated[Path, Parameter(help="The mesh's data folder.")]
 Tenant = Annotated[str, Parameter(help="A tenant of the configuration.")]
+Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65_535))]
 
 
 @app.command
@@ -34,8 +37,8 @@ def up(
     *,
     data: Data = DATA_DIR,
     config: Annotated[Path | None, Parameter(help="A configuration file of your own.")] = None,
-    port: Annotated[int, Parameter(help="Preferred port of the bus.")] = 4222,
-    http_port: Annotated[int, Parameter(help="Preferred port of the HTTP edge.")] = 8080,
+    port: Annotated[Port, Parameter(help="Preferred port of the bus.")] = 4222,
+    http_port: Annotated[Port, Parameter(help="Preferred port of the HTTP edge.")] = 8080,
     sync_interval: Annotated[
         str,
         Parameter(
@@ -74,7 +77,11 @@ def doctor(*, data: Data = DATA_DIR, config: Path | None = None) -> None:
 
 @app.command
 def send(
-    prompt: Annotated[str, Parameter(help="What to ask; '-' reads standard input.")],
+    prompt: Annotated[
+        str,
+        # Without it, '-' is taken for an option.
+        Parameter(help="What to ask; '-' reads standard input.", allow_leading_hyphen=True),
+    ],
     /,
     *,
     data: Data = DATA_DIR,
@@ -92,6 +99,7 @@ def send(
 
     with _told(ProducerError):
         mesh = open_mesh(data)
+        mesh.expect_running()
         options = SendOptions(
             tenant=tenant,
             prompt=sys.stdin.read() if prompt == "-" else prompt,
@@ -162,7 +170,9 @@ def load(
         seed=seed,
     )
     with _told(ProducerError, TraceRefused, ValueError, OSError):
-        result = asyncio.run(run_load_command(command, open_mesh(data), errors))
+        mesh = open_mesh(data)
+        mesh.expect_running()
+        result = asyncio.run(run_load_command(command, mesh, errors))
         print(result.to_json().decode() if json else render_load(result))
     if result.problems:
         sys.exit(1)
@@ -233,11 +243,12 @@ def _told(*kinds: type[Exception]) -> Generator[None]:
     try:
         yield
     except (MeshError, *kinds) as error:
-        errors.print(f"[red]error:[/] {error}", highlight=False)
+        # As Text: brackets in a message are no markup, and ":x:" is no picture.
+        errors.print(Text.assemble(("error:", "red"), f" {error}"), soft_wrap=True)
         sys.exit(1)
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    with _told(), contextlib.suppress(KeyboardInterrupt):
+    with _told(OSError), contextlib.suppress(KeyboardInterrupt):
         return asyncio.run(work)
     return None

@@ -1,6 +1,5 @@
 """``waterclock doctor``: what is in order here, what is not, and what to do about it."""
 
-import json
 import os
 import shutil
 import socket
@@ -9,10 +8,12 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from waterclock.mesh import (
     EmbeddedMesh,
@@ -52,7 +53,7 @@ def examine(data_dir: Path, config: Path | None = None) -> list[Finding]:
         lambda: _disk(data_dir),
         _files,
         _loopback,
-        lambda: _configuration(config or data_dir / "waterclock.toml"),
+        lambda: configuration(config or data_dir / "waterclock.toml"),
     )
     return [*(check() for check in checks), *_running(data_dir)]
 
@@ -64,7 +65,8 @@ def show(findings: list[Finding], console: Console) -> bool:
         table.add_column(column, overflow="fold")
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]no[/]"
-        table.add_row(mark, finding.what, finding.found, finding.todo)
+        # As Text: "[http]" in a finding is no markup.
+        table.add_row(mark, Text(finding.what), Text(finding.found), Text(finding.todo))
     console.print(table)
     wrong = sum(not finding.ok for finding in findings)
     console.print("everything is in order" if not wrong else f"{wrong} of {len(findings)} are not")
@@ -126,17 +128,19 @@ def _loopback() -> Finding:
     return Finding("loopback", True, "127.0.0.1 can be listened on")
 
 
-def _configuration(path: Path) -> Finding:
+def configuration(path: Path) -> Finding:
+    """Every mistake in a configuration file, whichever service would find it."""
     if not path.exists():
         return Finding("configuration", True, f"{path} does not exist; `up` makes it")
     try:
-        workers = tomllib.loads(path.read_text(encoding="utf-8")).get("workers", {})
+        found = tomllib.loads(path.read_text(encoding="utf-8")).get("workers")
     except (OSError, tomllib.TOMLDecodeError) as error:
         return Finding("configuration", False, f"{path}: {error}", "mend the file")
     # The mesh key comes from the environment of `up`; only the file is judged here.
     loader = SettingsLoader(file=path, environ={})
     loader.section("service", ServiceSettings)
     loader.section("bus", BusSettings)
+    workers = cast(dict[str, object], found) if isinstance(found, dict) else {}
     for name in workers:
         check_worker(name, loader)
     for check in (check_admission, check_scheduler, check_ledger):
@@ -153,13 +157,11 @@ def _running(data_dir: Path) -> list[Finding]:
     marker = data_dir / "up.json"
     if not marker.exists():
         return [Finding("mesh", True, f"does not run in {data_dir}; `waterclock up` starts it")]
-    try:
-        pid = int(json.loads(marker.read_text())["pid"])
-        os.kill(pid, 0)
-    except (OSError, ValueError, KeyError):
+    mesh = EmbeddedMesh(MeshOptions(data_dir=data_dir))
+    pid = mesh.running_pid()
+    if pid is None:
         todo = "`waterclock up` starts it again where it ended"
         return [Finding("mesh", False, f"{marker} is left over from a mesh that died", todo)]
-    mesh = EmbeddedMesh(MeshOptions(data_dir=data_dir))
     mesh.config = tomllib.loads(mesh.config_file.read_text(encoding="utf-8"))
     findings = [Finding("mesh", True, f"runs, process {pid}")]
     for name in mesh.services:

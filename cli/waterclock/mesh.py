@@ -15,6 +15,7 @@ import importlib.resources
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import signal
@@ -33,6 +34,7 @@ from msgspec import Struct
 
 from waterclock_proto.accounts import TenantSecret, server_config
 from waterclock_proto.flows import SERVICES
+from waterclock_proto.names import NAME_PATTERN
 
 READY_WAIT_S: Final = 40.0
 STOP_WAIT_S: Final = 14.0
@@ -40,6 +42,10 @@ STOP_WAIT_S: Final = 14.0
 BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 LIVED_S: Final = 10.0
 """A child that lived so long starts again without backoff."""
+TAKEN_NAMES: Final = frozenset(
+    ("ledger", "scheduler", "admission", "nats", "valkey", "logs", "secrets", "receipts")
+)
+"""Folders and processes of a mesh that are no worker's."""
 _PDEATHSIG: Final = 1
 
 
@@ -205,8 +211,8 @@ class EmbeddedMesh:
         Raises:
             MeshError: another mesh runs in the folder, or a child did not become ready.
         """
-        self.prepare()
         try:
+            self.prepare()
             for name in ("nats", "valkey"):
                 self.children[name].start()
             await self._wait_for_port("nats", self.ports.bus)
@@ -241,8 +247,9 @@ class EmbeddedMesh:
             for child in children:
                 await self._wait_ended(child)
         self.children.clear()
-        (self.data_dir / "up.json").unlink(missing_ok=True)
+        # Without the lock the folder is another mesh's.
         if self._lock is not None:
+            (self.data_dir / "up.json").unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 
@@ -267,6 +274,13 @@ class EmbeddedMesh:
             raise MeshError(f"{self.config_file}: {error}") from error
         if not self.workers:
             raise MeshError(f"{self.config_file}: expected at least one [workers.<name>]")
+        for name in self.workers:
+            # Each has a folder and a log of its own in the data folder, beside the others'.
+            if re.fullmatch(NAME_PATTERN, name) is None or name in TAKEN_NAMES:
+                raise MeshError(
+                    f"{self.config_file}: [workers.{name}]: expected 1 to 64 letters, digits, _"
+                    f" and -, and none of {', '.join(sorted(TAKEN_NAMES))}"
+                )
         self.access = self._read_access(list(self.config.get("tenants", {})))
         self._choose_ports()
         self._write_bus_config()
@@ -300,6 +314,28 @@ class EmbeddedMesh:
         self.access = msgspec.json.decode(access.read_bytes(), type=Access)
         self.ports = msgspec.json.decode(ports.read_bytes(), type=Ports)
         self.config = tomllib.loads(self.config_file.read_text(encoding="utf-8"))
+
+    def running_pid(self) -> int | None:
+        """The process that runs the folder's mesh; None if there is none."""
+        try:
+            pid = int(json.loads((self.data_dir / "up.json").read_text())["pid"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        try:
+            # Somebody else's process is there, too.
+            with contextlib.suppress(PermissionError):
+                os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        return pid
+
+    def expect_running(self) -> None:
+        """Raises MeshError if no process runs the folder's mesh: nobody would answer."""
+        if self.running_pid() is None:
+            raise MeshError(
+                f"the mesh in {self.data_dir} does not run: `waterclock up` starts it, or name"
+                " the folder of another one with --data"
+            )
 
     async def wait_ready(
         self, names: Sequence[str] | None = None, wait_s: float = READY_WAIT_S

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from waterclock.mesh import EmbeddedMesh, MeshOptions
+from waterclock.mesh import EmbeddedMesh, MeshError, MeshOptions
 
 SETTLE_S = 0.2
 
@@ -21,8 +21,13 @@ async def run_up(options: MeshOptions, console: Console) -> None:
     mesh = EmbeddedMesh(options)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    with console.status("starting the mesh …") as status:
-        await mesh.start(lambda text: status.update(f"{text} …"))
+    try:
+        with console.status("starting the mesh …") as status:
+            await mesh.start(lambda text: status.update(f"{text} …"))
+    except Exception as error:
+        # A service names its own mistakes; whoever mends the file wants all of them.
+        _refuse_configuration(mesh.config_file, error)
+        raise
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     try:
@@ -42,8 +47,20 @@ async def run_up(options: MeshOptions, console: Console) -> None:
     console.print("stopped; [bold]waterclock up[/] goes on where this ended")
 
 
+def _refuse_configuration(path: Path, cause: Exception) -> None:
+    """Raises MeshError with every mistake of the file, if that is what was wrong."""
+    from waterclock.doctor import configuration
+
+    finding = configuration(path)
+    if not finding.ok:
+        mistakes = "".join(f"\n  - {line}" for line in finding.found.splitlines())
+        raise MeshError(f"configuration refused, {path}:{mistakes}") from cause
+
+
 def _show(mesh: EmbeddedMesh, console: Console) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
     table.add_row("HTTP edge (OpenAI-compatible)", f"{mesh.http_url}/v1")
     table.add_row("bus (NATS)", mesh.bus_url)
     table.add_row("data folder", str(mesh.data_dir))

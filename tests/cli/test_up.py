@@ -16,12 +16,28 @@ WATERCLOCK = (sys.executable, "-m", "waterclock")
 START_WAIT_S = 60.0
 
 
-def run(*argv: str, status: int = 0) -> str:
+def run(*argv: str, status: int = 0, stdin: str = "") -> str:
     done = subprocess.run(
-        [*WATERCLOCK, *argv], capture_output=True, text=True, timeout=60, check=False
+        [*WATERCLOCK, *argv], input=stdin, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == status, (argv, done.returncode, done.stdout, done.stderr)
     return done.stdout + done.stderr
+
+
+def reader_gone(data: Path) -> None:
+    """``waterclock send … | true``: the answer finds nobody, which is no error of the command's."""
+    process = subprocess.Popen(
+        [*WATERCLOCK, "send", "--data", str(data), "--max-tokens", "4", "hello"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process, process.stderr as said:
+        process.stdout.close()
+        assert said.read() == ""
+    assert process.returncode == 141
 
 
 @contextmanager
@@ -69,6 +85,9 @@ def test_a_mesh_is_started_used_stopped_and_goes_on(tmp_path: Path) -> None:
         said = run("send", "--data", str(data), "--max-tokens", "4", "What is a water clock?")
         assert "queue clock" in said
         assert "execution clock" in said
+        said = run("send", "--data", str(data), "--max-tokens", "4", "-", stdin="Asked by a pipe?")
+        assert "completed" in said
+        reader_gone(data)
         said = run("doctor", "--data", str(data))
         assert "everything is in order" in said
         refused = run("up", "--data", str(data), status=1)
@@ -86,7 +105,7 @@ def test_a_mesh_is_started_used_stopped_and_goes_on(tmp_path: Path) -> None:
     groups = {
         group["tenant"]: group["outcomes"]["completed"] for group in json.loads(twice)["groups"]
     }
-    assert groups == {"acme": 1, "globex": 1}
+    assert groups == {"acme": 3, "globex": 1}
     assert once["totals"]["head_sequence"] < json.loads(twice)["totals"]["head_sequence"]
 
 
@@ -112,8 +131,10 @@ def test_a_configuration_with_mistakes_is_refused_with_all_of_them(tmp_path: Pat
         '[tenants.acme]\ntire = "gold"\n[pools.a]\ndefault = true\npolicy = "lifo"\n'
         '[workers.w]\npool = "a"\nprofile = "tpu"\n'
     )
-    said = run("doctor", "--config", str(config), "--data", str(tmp_path / "d"), status=1)
-    flat = " ".join(said.split())
-    assert "did you mean 'tier'" in flat
-    assert "lifo" in flat
-    assert "tpu" in flat
+    for asked in ("doctor", "up"):
+        said = run(asked, "--config", str(config), "--data", str(tmp_path / "d"), status=1)
+        flat = " ".join(said.split())
+        assert "did you mean 'tier'" in flat
+        assert "[pools.a] policy" in flat
+        assert "lifo" in flat
+        assert "tpu" in flat
