@@ -93,7 +93,7 @@ class SimulatedBus:
         self._write(self._scheduler, SchedulerElected(elected=self.stamp()))
         self.life = self._begin()
 
-    # --- what happens
+    # What happens.
 
     def submit(self, tenant: str, payload: bytes) -> int:
         self._tick()
@@ -212,7 +212,7 @@ class SimulatedBus:
             _apply(fresh, message)
         assert image(restored.fold, folder / "a") == image(fresh, folder / "b")
 
-    # --- what must hold
+    # What must hold.
 
     def check(self) -> None:
         """One decision for each submission, numbers without holes, nothing admitted twice."""
@@ -256,7 +256,7 @@ class SimulatedBus:
         assert len(covered) == folded.count
         return covered
 
-    # --- parts
+    # Parts.
 
     def stamp(self) -> Stamp:
         return Stamp(wall_us=self.now_us, source="admission")

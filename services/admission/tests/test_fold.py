@@ -172,7 +172,7 @@ def tape() -> Tape:
     return made
 
 
-# --- who may write
+# Who may write.
 
 
 def test_a_lower_fence_counts_for_nothing(tape: Tape) -> None:
@@ -207,7 +207,7 @@ def test_an_old_schedulers_events_count_for_nothing(tape: Tape) -> None:
     assert "acme.a" in tape.fold.open
 
 
-# --- ends
+# Ends.
 
 
 def test_the_newest_attempts_end_counts(tape: Tape) -> None:
@@ -282,7 +282,7 @@ def test_what_is_not_known_has_no_end(tape: Tape) -> None:
     assert tape.complete("never", 1) == "ignored"
 
 
-# --- submissions and numbers
+# Submissions and numbers.
 
 
 def test_a_decision_that_stands_there_twice_counts_once(tape: Tape) -> None:
@@ -382,7 +382,7 @@ def test_a_folded_event_decides_all_that_it_counts(tape: Tape) -> None:
     assert tape.fold.last_number("acme") == 300
 
 
-# --- cancels, claims, rungs, contracts
+# Cancels, claims, rungs, contracts.
 
 
 def test_a_cancel_is_remembered_before_and_after_admission(tape: Tape) -> None:
@@ -467,7 +467,7 @@ def test_contract_and_incarnation_are_the_last_ones(tape: Tape) -> None:
     assert tape.fold.incarnation == "i2"
 
 
-# --- what is remembered
+# What is remembered.
 
 
 def open_request(request_id: str) -> OpenRequest:

@@ -127,7 +127,7 @@ class Clerk:
         self.folded = 0
         """Malformed submissions that share an event with others."""
 
-    # --- submissions
+    # Submissions.
 
     def sort(self, messages: Sequence[RequestMessage], received: Stamp) -> Sheet:
         """Read a batch and find out who has to ask the budgets."""
@@ -290,7 +290,7 @@ class Clerk:
         dropped, self._dropped = self._dropped, Counter()
         return dropped
 
-    # --- what else producers say
+    # What else producers say.
 
     def cancel(
         self, tenant: str, request_id: str, reason: CancelReason, requested: Stamp
@@ -410,7 +410,7 @@ class Clerk:
             )
         return written
 
-    # --- one submission
+    # One submission.
 
     def _open_case(self, message: RequestMessage) -> Case | None:
         kind, _, tenant = message.subject.removeprefix("wc.").partition(".")

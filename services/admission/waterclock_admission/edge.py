@@ -124,7 +124,7 @@ class Edge:
             },
         )
 
-    # --- leaving
+    # Leaving.
 
     def refuse_new(self) -> None:
         """Answer every new request with 503 from now on."""
@@ -147,7 +147,7 @@ class Edge:
             async with asyncio.timeout(1.0):
                 await self._idle.wait()
 
-    # --- small routes
+    # Small routes.
 
     async def _list_models(self, request: Request) -> Response:
         terms = self._authorize(request.scope)
@@ -182,7 +182,7 @@ class Edge:
             headers={"x-request-id": _client_request_id(_headers(request.scope)) or _new_id()},
         )
 
-    # --- errors outside of completions
+    # Errors outside of completions.
 
     async def _on_http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -212,7 +212,7 @@ class Edge:
             response.headers[name.decode()] = value.decode()
         return response
 
-    # --- completions
+    # Completions.
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._complete(scope, receive, send, chat=True)
@@ -489,7 +489,7 @@ class Edge:
             case _:
                 return found
 
-    # --- parts
+    # Parts.
 
     def _enter(self, exchange: Exchange, key: tuple[str, str]) -> None:
         self._exchanges[id(exchange)] = exchange

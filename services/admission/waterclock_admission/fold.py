@@ -193,7 +193,7 @@ class Fold:
             case _:
                 return "ignored"
 
-    # --- what others ask
+    # What others ask.
 
     def known(self, tenant: str, request_id: str) -> Known | None:
         """The request, if it was admitted and is not forgotten."""
@@ -227,7 +227,7 @@ class Fold:
         numbers = self.numbers.get(tenant)
         return numbers.missing() if numbers is not None else []
 
-    # --- what is not on the tape
+    # What is not on the tape.
 
     def forget_before(self, requests_sequence: int) -> None:
         """REQUESTS holds nothing before this sequence any more: nothing there is undecided."""
@@ -244,7 +244,7 @@ class Fold:
         for sequence in [s for s in self.recent if s > requests_sequence]:
             del self.recent[sequence]
 
-    # --- one event each
+    # One event each.
 
     def _admitted(self, data: Admitted, sequence: int) -> Effect:
         if not self._decide(data.requests_sequence, data.arrival.wall_us, sequence):
@@ -390,7 +390,7 @@ class Fold:
             del self.windows[data.tenant]
         return "counted"
 
-    # --- numbering
+    # Numbering.
 
     def _decide(
         self, requests_sequence: int, stored_us: int, sequence: int, last: int | None = None

@@ -3,7 +3,7 @@
 from waterclock_proto.subjects import ANSWERS, DEADLINE_S_MAX, HOUR_S, REQUESTS
 from waterclock_runtime.limits import PULL_ACK_PENDING_MAX, PULL_ACK_WAIT_S, STOP_GRACE_S
 
-# --- what is remembered
+# What is remembered.
 
 OPEN_REQUESTS_MAX = 100_000
 """Admitted and not ended, about 490 bytes each. Beyond it nothing is admitted (`backlog_full`):
@@ -29,7 +29,7 @@ RANGES_MAX = 10_000
 WINDOWS_MAX = 16
 """Minutes of one tenant that are counted and not closed; more only pile up while nobody leads."""
 
-# --- how much at a time
+# How much at a time.
 
 BATCH_MAX = 256
 """Submissions decided together: one call to the budgets, a few milliseconds of work."""
@@ -45,7 +45,7 @@ FINAL_LATE_S = 2.0
 later, or never, if it was killed in between."""
 FINAL_LOOK_AGAIN_S = 0.1
 
-# --- floods
+# Floods.
 
 MALFORMED_EVENTS_PER_S = 10
 """Of one tenant; what comes beyond it within a second is folded into one event."""
@@ -61,7 +61,7 @@ CANCELS_UNKNOWN_PER_S = 100
 DELIVERED_PER_S = 10_000
 """Claims of one tenant read in a second; the rest is dropped and counted."""
 
-# --- budgets
+# Budgets.
 
 BUDGET_WAIT_MS = 50
 """A budget answer that takes longer than this costs more than it is worth."""
@@ -83,7 +83,7 @@ PER_MINUTE_MAX = 100_000_000
 largest integer that the budget script's numbers hold exactly."""
 assert PER_MINUTE_MAX * 60_000_000 < 2**53
 
-# --- time
+# Time.
 
 ELECTION_WAIT_S = 30.0
 """After that admission says that it waits; it waits on, for the tape may be full."""
@@ -117,7 +117,7 @@ ANSWER_GRACE_S = 5.0
 assert FORGET_AFTER_S >= DEADLINE_S_MAX
 assert FINAL_KEPT_S <= FORGET_AFTER_S
 
-# --- what a submission may say
+# What a submission may say.
 
 TEMPERATURE_MAX = 2
 STOPS_MAX = 16

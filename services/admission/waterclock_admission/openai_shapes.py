@@ -100,7 +100,7 @@ class Asked(Struct, frozen=True, kw_only=True):
         )
 
 
-# --- requests
+# Requests.
 
 
 def read_request(body: bytes, *, chat: bool) -> Asked:
@@ -419,7 +419,7 @@ def _kind(value: object) -> str:
     return "nothing"
 
 
-# --- answers
+# Answers.
 
 
 def milliseconds(us: int) -> str:
@@ -550,7 +550,7 @@ def _finish(final: Final) -> str:
     return "length" if final.finish_reason == "length" else "stop"
 
 
-# --- refusals and other ends
+# Refusals and other ends.
 
 
 def refusal(reason: RejectReason, detail: str, retry_after_ms: int | None) -> ApiError:

@@ -109,6 +109,7 @@ class AdmissionService:
         self._advanced = asyncio.Event()
         self._at_head = False
         self._reconnected = False
+        self._leaving = False
         self._fence = 0
         self._elected_as = ""
         self._clerk: Clerk | None = None
@@ -172,7 +173,7 @@ class AdmissionService:
         request = self._fold.open.get(f"{tenant}.{request_id}")
         return request.model if request is not None else None
 
-    # --- before it decides
+    # Before it decides.
 
     async def _fold_to_head(self) -> "asyncio.Task[None] | None":
         """Read the tape to its present head; the task reads on. None when told to stop."""
@@ -367,7 +368,7 @@ class AdmissionService:
                 )
         self._ends_seen.clear()
 
-    # --- the tape
+    # The tape.
 
     async def _read_tape(self) -> None:
         assert self._reader is not None
@@ -446,12 +447,15 @@ class AdmissionService:
             self._owed[sequence] = request.event_sequence
             self._errands.put_nowait(self._announce_errand(sequence, request.event_sequence))
 
-    # --- submissions
+    # Submissions.
 
     async def _pull_submissions(self) -> None:
         assert self._pull is not None
         async for batch in self._pull:
             for chunk in _chunks(batch):
+                # The client of the budgets can swallow the cancellation that ends this.
+                if self._leaving:
+                    return
                 await self._writer.ready()
                 await self._decide(chunk)
 
@@ -509,7 +513,7 @@ class AdmissionService:
             for written in clerk.flush(self._clock.stamp("admission")):
                 self._emit(written)
 
-    # --- what else producers say
+    # What else producers say.
 
     def cancel(self, tenant: str, request_id: str, reason: CancelReason) -> None:
         """Ask for a request to be stopped; the edge does so for a client that went away."""
@@ -537,7 +541,7 @@ class AdmissionService:
         if written is not None:
             self._emit(written)
 
-    # --- errands: reads from streams that no decision waits for
+    # Errands: reads from streams that no decision waits for.
 
     async def _run_errands(self) -> None:
         while True:
@@ -647,7 +651,7 @@ class AdmissionService:
         subject, payload, stored_ns = found
         return decode_event(subject, payload), payload, stored_ns
 
-    # --- now and then
+    # Now and then.
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -742,13 +746,14 @@ class AdmissionService:
         else:
             self._health.facts.pop("budgets", None)
 
-    # --- leaving
+    # Leaving.
 
     async def _leave(self, tasks: set["asyncio.Task[None]"]) -> None:
         """Take nothing more, let what was written come back, write a snapshot."""
         self._health.ready = False
         pull = next(task for task in tasks if task.get_name() == "admission-pull")
         tasks.discard(pull)
+        self._leaving = True
         pull.cancel()
         await asyncio.gather(pull, return_exceptions=True)
         self._flush_floods(force=True)
