@@ -97,9 +97,16 @@ class Child:
     """One process of the mesh."""
 
     def __init__(
-        self, name: str, argv: Sequence[str], environ: Mapping[str, str], log_file: Path
+        self,
+        name: str,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        log_file: Path,
+        lock: IO[str] | None,
     ) -> None:
+        """``lock``: a file that it keeps open, and with it the lock, for as long as it lives."""
         self.name = name
+        self._kept = () if lock is None else (lock.fileno(),)
         self.argv = list(argv)
         self.environ = dict(environ)
         self.log_file = log_file
@@ -133,6 +140,7 @@ class Child:
                 stderr=log,
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - one prctl, no locks
                 start_new_session=True,
+                pass_fds=self._kept,
             )
         self.starts += 1
         self._started_s = time.monotonic()
@@ -257,14 +265,11 @@ class EmbeddedMesh:
         """Lock the folder, read or make configuration and secrets, fix the ports."""
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._lock = (self.data_dir / "up.lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not self._take(self._lock):
             self._lock.close()
             self._lock = None
-            raise MeshError(
-                f"another mesh runs in {self.data_dir}; stop it, or choose another --data"
-            ) from error
+            what = "another mesh runs" if self.running_pid() else "what a dead mesh left runs"
+            raise MeshError(f"{what} in {self.data_dir}; stop it, or choose another --data")
         self.access = self._read_access()
         if self.options.config is None and not self.config_file.exists():
             self.config_file.write_text(with_api_keys(default_config(), self.access), "utf-8")
@@ -288,6 +293,22 @@ class EmbeddedMesh:
         (self.data_dir / "up.json").write_text(
             json.dumps({"bus_url": self.bus_url, "http_url": self.http_url, "pid": os.getpid()})
         )
+
+    def _take(self, lock: IO[str]) -> bool:
+        """Lock the folder; children of a mesh whose own process died are given time to end.
+
+        They hold the lock, too: what they have open would be refused to new ones.
+        """
+        give_up_s = time.monotonic() + STOP_WAIT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if self.running_pid() is not None or time.monotonic() > give_up_s:
+                    return False
+                time.sleep(0.05)
+            else:
+                return True
 
     def configure(self, text: str) -> None:
         """Write the folder's configuration: ``text``, with the hashes of new API keys put in.
@@ -466,15 +487,20 @@ class EmbeddedMesh:
                 [find_nats_server(), "-c", str(self.data_dir / "nats" / "nats.conf")],
                 os.environ,
                 logs / "nats.log",
+                self._lock,
             ),
-            "valkey": Child("valkey", self._valkey_argv(), os.environ, logs / "valkey.log"),
+            "valkey": Child(
+                "valkey", self._valkey_argv(), os.environ, logs / "valkey.log", self._lock
+            ),
         }
         for name in self.services:
             service = name if name in SERVICES else "worker"
             argv = [sys.executable, "-m", f"waterclock_{service}"]
             if service == "worker":
                 argv.append(name)
-            self.children[name] = Child(name, argv, self._environ(service), logs / f"{name}.log")
+            self.children[name] = Child(
+                name, argv, self._environ(service), logs / f"{name}.log", self._lock
+            )
 
     def _valkey_argv(self) -> list[str]:
         return [

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,8 +42,11 @@ def reader_gone(data: Path) -> None:
 
 
 @contextmanager
-def up(data: Path) -> Iterator[list[int]]:
-    """A mesh by ``waterclock up``; yields the process ids, ends it by SIGINT, expects status 0."""
+def up(data: Path, *, killed: bool = False) -> Iterator[list[int]]:
+    """A mesh by ``waterclock up``; yields the process ids, ends it by SIGINT, expects status 0.
+
+    ``killed``: ends the command alone by SIGKILL, and waits for nothing else.
+    """
     said = data.parent / "said"
     with said.open("w") as out:
         process = subprocess.Popen(
@@ -58,14 +62,20 @@ def up(data: Path) -> Iterator[list[int]]:
             time.sleep(0.05)
         yield [process.pid, *children_of(process.pid)]
     finally:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGKILL if killed else signal.SIGINT)
         status = process.wait(timeout=60)
+    if killed:
+        return
     assert status == 0, said.read_text()
     assert "goes on where this ended" in said.read_text()
 
 
 def children_of(pid: int) -> list[int]:
     return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def is_alive(pid: int) -> bool:
@@ -107,6 +117,23 @@ def test_a_mesh_is_started_used_stopped_and_goes_on(tmp_path: Path) -> None:
     }
     assert groups == {"acme": 3, "globex": 1}
     assert once["totals"]["head_sequence"] < json.loads(twice)["totals"]["head_sequence"]
+
+
+@pytest.mark.timeout(180)
+def test_a_command_that_was_killed_can_be_started_again_at_once(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with up(data, killed=True) as pids:
+        run("send", "--data", str(data), "--max-tokens", "4", "What is a water clock?")
+        [ledger] = [pid for pid in pids if b"waterclock_ledger" in command_line(pid)]
+        # However long it takes to end: it keeps the record locked meanwhile.
+        os.kill(ledger, signal.SIGSTOP)
+    goes_on = threading.Timer(5, os.kill, (ledger, signal.SIGCONT))
+    goes_on.start()
+    with up(data):
+        goes_on.join()
+        assert not [pid for pid in pids if is_alive(pid)], "two meshes in one folder"
+        run("send", "--data", str(data), "--max-tokens", "4", "What is a water clock?")
+    assert "0 violations, 0 open" in run("replay", "--data", str(data), "--check")
 
 
 @pytest.mark.parametrize(
