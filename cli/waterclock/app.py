@@ -123,7 +123,7 @@ def load(
     *,
     data: Data = DATA_DIR,
     seconds: Annotated[int, Parameter(help="Of the synthetic mix.")] = 30,
-    rate: Annotated[int, Parameter(help="Requests a second, all tenants together.")] = 20,
+    rate: Annotated[int, Parameter(help="Requests a second, all tenants together.")] = 8,
     burst: Annotated[
         int, Parameter(help="A burst of so many times the rate in the middle; 1 for none.")
     ] = 1,
