@@ -512,6 +512,15 @@ class AdmissionService:
         if force or clerk.flush_due(self._clock.now_us()):
             for written in clerk.flush(self._clock.stamp("admission")):
                 self._emit(written)
+                data = written.data
+                if isinstance(data, Rejected) and data.count > 1:
+                    self._log.warning(
+                        "malformed_folded",
+                        tenant=data.tenant,
+                        count=data.count,
+                        number=data.number,
+                        reason=data.reason,
+                    )
 
     # What else producers say.
 
