@@ -96,12 +96,19 @@ async def test_one_id_comes_from_two_connections_at_once(drill: Drill) -> None:
                 await asyncio.sleep(0.002)
         for same, one, other in pairs:
             finals = [await handle.result(timeout_s=10) for handle in (one, other)]
-            found = sorted(final.outcome for final in finals)
-            assert found == (["completed", "completed"] if same else ["completed", "rejected"])
+            for handle in (one, other):
+                await handle.receipt(timeout_s=10)
             if same:
                 assert finals[0] == finals[1]
-            else:
-                assert {final.reject_reason for final in finals} == {None, "id_reused"}
+                assert finals[0].outcome == "completed"
+                continue
+            # Both hear what is said about the id. Whose body was refused hears that, or, if the
+            # answer to the other body is quicker, that it is not about its own.
+            assert "completed" in {final.outcome for final in finals}
+            for final in finals:
+                assert final.outcome == "completed" or final.reject_reason == "id_reused"
+            if all(final.outcome == "completed" for final in finals):
+                assert one.receipt_doubt or other.receipt_doubt
     report = await drill.check()
     assert report.reasons == {"id_reused": 40}
     kinds = sorted(d.kind for d in report.recount.decisions if d.id.startswith("race-"))
