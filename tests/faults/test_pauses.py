@@ -22,7 +22,7 @@ async def drill(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Drill
 
 async def test_a_worker_sleeps_past_its_lease(drill: Drill) -> None:
     """What it had goes to the other one; what it says when it wakes up does not count."""
-    before = await drill.check()
+    before = await drill.before()
     shape = LoadShape(seed=300, rate=90, seconds=4.0, max_tokens=(60, 400), zh_permille=100)
     load = asyncio.create_task(drill.producers.drive(shape))
     await asyncio.sleep(0.7)
@@ -41,7 +41,7 @@ async def test_a_worker_sleeps_past_its_lease(drill: Drill) -> None:
 
 async def test_the_scheduler_sleeps_for_six_seconds(drill: Drill) -> None:
     """It was the scheduler that could not hear its workers: none of them loses anything."""
-    before = await drill.check()
+    before = await drill.before()
     handles = await pause_under_load(drill, "scheduler", seed=310)
     report = await drill.check()
     assert outcomes(handles) == {"completed": len(handles)}
@@ -50,7 +50,7 @@ async def test_the_scheduler_sleeps_for_six_seconds(drill: Drill) -> None:
 
 
 async def test_admission_sleeps_for_six_seconds(drill: Drill) -> None:
-    before = await drill.check()
+    before = await drill.before()
     handles = await pause_under_load(drill, "admission", seed=311)
     report = await drill.check()
     assert outcomes(handles) == {"completed": len(handles)}

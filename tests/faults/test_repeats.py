@@ -53,7 +53,7 @@ async def test_submissions_come_twice_while_they_run(drill: Drill) -> None:
 
 async def test_events_stand_on_the_tape_twice(drill: Drill) -> None:
     """Whatever of the tape is said again, byte for byte, changes nothing for anybody."""
-    before = await drill.check()
+    before = await drill.before()
     tape = await drill.watch.stream("EVENTS")
     draw = random.Random(510)
     load = asyncio.create_task(drill.producers.drive(LoadShape(seed=511, rate=80, seconds=2.0)))
@@ -117,7 +117,7 @@ async def test_one_id_comes_from_two_connections_at_once(drill: Drill) -> None:
 
 async def test_clocks_are_stepped_under_every_service(drill: Drill) -> None:
     """Durations come from the monotonic clock; what walls cannot agree on is kept, and flagged."""
-    before = await drill.check()
+    before = await drill.before()
     load = asyncio.create_task(
         drill.producers.drive(LoadShape(seed=530, rate=80, seconds=5.6, max_tokens=(10, 100)))
     )

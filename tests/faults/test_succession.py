@@ -53,7 +53,7 @@ def beside(drill: Drill, name: str, environ: Mapping[str, str]) -> Iterator[subp
 @pytest.mark.parametrize("name", ELECTED)
 async def test_a_zombie_wakes_up_beside_its_successor(drill: Drill, name: str) -> None:
     """The first sleeps while a second is elected and works, and wakes up in the middle of it."""
-    before = await drill.check()
+    before = await drill.before()
     mesh = drill.mesh
     first = mesh.children[name]
     assert first.process is not None
@@ -85,7 +85,7 @@ async def test_a_zombie_wakes_up_beside_its_successor(drill: Drill, name: str) -
 @pytest.mark.parametrize("name", ELECTED)
 async def test_a_second_one_is_started_beside_a_busy_first(drill: Drill, name: str) -> None:
     """Both believe to be elected for a moment; whoever was elected last decides alone."""
-    before = await drill.check()
+    before = await drill.before()
     load = asyncio.create_task(
         drill.producers.drive(LoadShape(seed=410 + ELECTED.index(name), rate=140, seconds=3.0))
     )
@@ -105,7 +105,7 @@ async def test_a_second_one_is_started_beside_a_busy_first(drill: Drill, name: s
 @pytest.mark.parametrize("name", SERVICES)
 async def test_a_service_is_told_to_leave_under_load(drill: Drill, name: str) -> None:
     """It finishes what it has: no attempt is lost, and its process ends well."""
-    before = await drill.check()
+    before = await drill.before()
     child = drill.mesh.children[name]
     process = child.process
     assert process is not None

@@ -263,7 +263,7 @@ async def test_a_deadline_that_passes_is_a_timeout(drill: Drill, acme: AsyncOpen
 
 
 async def test_one_key_of_idempotency_runs_once(drill: Drill, acme: AsyncOpenAI) -> None:
-    before = await drill.check()
+    before = await drill.before()
     answers = [
         await acme.chat.completions.create(
             model=MODEL,

@@ -87,7 +87,7 @@ async def burst(drill: Drill, model: str, name: str, count: int, pause_s: float)
 async def test_a_burst_is_shed_and_told_when_to_come_again(
     drill: Drill, model: str, pool: str, at_the_door: bool
 ) -> None:
-    before = await drill.check()
+    before = await drill.before()
     async with AsyncOpenAI(
         base_url=f"{drill.mesh.http_url}/v1",
         api_key=drill.mesh.access.tenants["globex"].api_key,

@@ -21,6 +21,7 @@ class Drill:
         self.watch = watch
         self.producers = producers
         self.checker = MeshChecker(mesh, watch, marks=MARKS)
+        self._last: Report | None = None
 
     async def check(self, wait_s: float = 30.0) -> Report:
         """Everything sent has ended, every producer knows it, and nothing is wrong anywhere.
@@ -29,7 +30,12 @@ class Drill:
             AssertionError: naming all that is.
         """
         await self.finish(wait_s)
-        return await self.checker.check(wait_s)
+        self._last = await self.checker.check(wait_s)
+        return self._last
+
+    async def before(self) -> Report:
+        """What the last check found, to compare with; made now if there was none."""
+        return self._last or await self.check()
 
     async def finish(self, wait_s: float = 30.0) -> None:
         """Wait for all ends, ask again for finals that were lost, and note what producers hold."""

@@ -123,6 +123,7 @@ class Report(Struct, kw_only=True):
     elections: dict[str, int]
     busy_max: dict[str, int]
     recount: Recount
+    """The one that goes on reading: it grows with the next check, as all else here does not."""
 
 
 class MeshChecker:
