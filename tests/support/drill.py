@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drill_mesh import DrillMesh, MeshPlan, make_mesh
-from mesh_checks import MeshChecker, Report, claim_of
+from mesh_checks import MeshChecker, Report, check_mesh, check_mesh_and_stop, claim_of
 from mesh_watch import Watch
 from open_load import MARKS, Producers, producers_of
 from waterclock_producer import Handle
@@ -30,7 +30,7 @@ class Drill:
             AssertionError: naming all that is.
         """
         await self.finish(wait_s)
-        self._last = await self.checker.check(wait_s)
+        self._last = await check_mesh(self.checker, wait_s)
         return self._last
 
     async def before(self) -> Report:
@@ -78,4 +78,4 @@ async def drilled(
         drill = Drill(mesh, watch, producers)
         yield drill
         await drill.finish()
-        await drill.checker.check_and_stop()
+        await check_mesh_and_stop(drill.checker)

@@ -41,7 +41,7 @@ from waterclock.replay import run_replay
 from waterclock_ledger import check as ledger_check
 from waterclock_ledger.files import LogDamaged, LogMissing
 from waterclock_ledger.record import read_record
-from waterclock_producer import Handle, Producer, ProducerError, Restarted
+from waterclock_producer import Handle, Producer, Restarted
 from waterclock_proto.requests import Final as FinalAnswer
 from waterclock_proto.requests import Receipt
 
@@ -124,6 +124,31 @@ class Report(Struct, kw_only=True):
     busy_max: dict[str, int]
     recount: Recount
     """The one that goes on reading: it grows with the next check, as all else here does not."""
+
+
+async def check_mesh(checker: "MeshChecker", wait_s: float = 30.0) -> Report:
+    """Wait until the mesh has settled, collect all evidence, judge it.
+
+    Raises:
+        AssertionError: with every fault that was found.
+    """
+    evidence = await checker.evidence(wait_s)
+    faults = await asyncio.to_thread(find_faults, evidence)
+    assert not faults, f"{len(faults)} faults:\n  " + "\n  ".join(faults)
+    return report_of(evidence)
+
+
+async def check_mesh_and_stop(checker: "MeshChecker", wait_s: float = 30.0) -> Report:
+    """``check_mesh``, then stop everything: the record alone must answer, and no process is left.
+
+    Raises:
+        AssertionError: with every fault that was found.
+    """
+    report = await check_mesh(checker, wait_s)
+    await checker.mesh.stop()
+    faults = list(find_after_stop(checker.mesh.data_dir))
+    assert not faults, "\n".join(faults)
+    return report
 
 
 class MeshChecker:
@@ -216,30 +241,6 @@ class MeshChecker:
             secrets=self._secrets(),
             recount=self.recount,
         )
-
-    async def check(self, wait_s: float = 30.0) -> Report:
-        """Settle, collect, judge.
-
-        Raises:
-            AssertionError: with every fault that was found.
-        """
-        evidence = await self.evidence(wait_s)
-        faults = await asyncio.to_thread(find_faults, evidence)
-        assert not faults, f"{len(faults)} faults:\n  " + "\n  ".join(faults)
-        return report_of(evidence)
-
-    async def check_and_stop(self, wait_s: float = 30.0) -> Report:
-        """``check``, then stop everything: the record alone must answer, and no process is left.
-
-        Raises:
-            AssertionError: with every fault that was found.
-        """
-        report = await self.check(wait_s)
-        folder = self.mesh.data_dir
-        await self.mesh.stop()
-        faults = list(find_after_stop(folder))
-        assert not faults, "\n".join(faults)
-        return report
 
     def state(self) -> str:
         """Health of all services and the ends of their logs, for an error message."""
@@ -830,16 +831,3 @@ async def _all_ended(handles: Sequence[Handle], wait_s: float) -> None:
     give_up_s = loop.time() + wait_s
     while loop.time() < give_up_s and not all(handle.ended for handle in handles):  # noqa: ASYNC110 - many ends, one wait
         await asyncio.sleep(0.05)
-
-
-__all__ = [
-    "Claim",
-    "Evidence",
-    "MeshChecker",
-    "ProducerError",
-    "Report",
-    "claim_of",
-    "find_after_stop",
-    "find_faults",
-    "read_leaves",
-]
