@@ -108,7 +108,7 @@ async def publish(client: Client, made: SyntheticTape, start: int = 0) -> bytes:
     payload = b""
     for leaf in map(decode_leaf, made.leaves[start:]):
         payload = leaf.payload
-        await client.request(leaf.subject, payload, timeout=5)
+        await client.request(leaf.subject, payload, timeout=20)
     return payload
 
 
