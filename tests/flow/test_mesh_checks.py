@@ -424,6 +424,9 @@ def an_answer(evidence: Evidence) -> str:
         pytest.param(in_public(lambda _: MARK_EN), "prompt word", id="a prompt in a log"),
         pytest.param(in_public(an_answer), "answer", id="an answer in a log"),
         pytest.param(
+            in_public(lambda _: "Traceback (most recent call last):"), "logs: ", id="a traceback"
+        ),
+        pytest.param(
             in_public(lambda e: e.secrets["password of acme"]), "password of acme", id="a password"
         ),
     ],

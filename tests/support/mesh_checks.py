@@ -14,6 +14,7 @@ rules (``tape_recount``), beside the ledger's own check, so that two implementat
 | receipts | name bytes that stand on the tape; the salt proves the body |
 | finals | agree with the end that counts; one for each request; none before its evidence |
 | clocks | segments sum exactly; nothing negative without a flag |
+| logs | no service met an error that it has no name for |
 | secrets | no prompt, answer or password in events, record, logs, health or metrics |
 | replay | with everything stopped, twice the same bytes; no process is left |
 """
@@ -349,6 +350,7 @@ def find_faults(evidence: Evidence) -> list[str]:
         _judge_claims,
         _judge_clocks,
         _judge_secrets,
+        _judge_logs,
     ):
         faults = list(judge(evidence))
         found += faults[:NAMED_MAX]
@@ -775,6 +777,16 @@ def _judge_secrets(evidence: Evidence) -> Iterator[str]:
         for place, content in places.items():
             if any(form in content for form in forms):
                 yield f"secrets: {what} stands in {place}"
+
+
+def _judge_logs(evidence: Evidence) -> Iterator[str]:
+    """What a service expects to go wrong has a name; a traceback is a bug that nobody saw."""
+    for name, content in evidence.public.items():
+        if not name.startswith("logs/") or name in ("logs/nats.log", "logs/valkey.log"):
+            continue
+        for line in content.splitlines():
+            if b"Traceback (most recent call last)" in line or b'"exception"' in line:
+                yield f"logs: {name}: {line.decode(errors='replace')[:300]}"
 
 
 # --- reading
